@@ -100,7 +100,10 @@ def emit_block(plan: Plan, refs: dict) -> None:
     state = full.run(keys, values, state)
     first_row = (block * plan.teams + warp // team) * plan.block_rows
     width = {"out": H, "top": 1, "total": 1}
-    place = lambda name, row, entry: at[name] + ptx.i64(first_row + row) * (4 * width[name]) + ptx.i64(entry) * 4
+
+    def place(name, row, entry):
+        return at[name] + ptx.i64(first_row + row) * (4 * width[name]) + ptx.i64(entry) * 4
+
     tile.store(place, state)
 
 
@@ -120,8 +123,12 @@ def emit_merge(plan: Plan, refs: dict) -> None:
     share = Partition(plan, at, kv_head, lane).of_row(batch)
     first, workers = share.first, (share.end - share.first) * plan.teams
     first = ((kv_head * plan.blocks_of_rows + row_block) * plan.splits + first) * plan.teams
-    index = lambda worker: ptx.i64((first + ptx.minimum(worker, workers - 1)) * plan.block_rows + row)
-    load = lambda name, worker: ptx.load_global(at[name] + index(worker) * 4, result="f")[0]
+
+    def index(worker):
+        return ptx.i64((first + ptx.minimum(worker, workers - 1)) * plan.block_rows + row)
+
+    def load(name, worker):
+        return ptx.load_global(at[name] + index(worker) * 4, result="f")[0]
 
     def highest(i, top):
         return functools.reduce(ptx.maximum, [load("top", i * 128 + lane + k) for k in range(0, 128, 32)], top)
@@ -148,7 +155,10 @@ def emit_merge(plan: Plan, refs: dict) -> None:
     ptx.store_shared(mine + 4 * H, state[-1])
     ptx.synchronize(ptx.i32(0), WARPS)
     pair = thread % (H // 2)
-    merged = lambda i: numerics.total([ptx.load_shared(at["shared"] + (i + k * (H + 1)) * 4, 1, result="f")[0] for k in range(WARPS)])
+
+    def merged(i):
+        return numerics.total([ptx.load_shared(at["shared"] + (i + k * (H + 1)) * 4, 1, result="f")[0] for k in range(WARPS)])
+
     divisor = merged(ptx.i32(H))
     if plan.observe:
         with ptx.when(thread == 0):

@@ -127,7 +127,10 @@ def run(
             if plan.planes == 2:
                 inputs[f"{name}_lower"] = planes.lower
     lead = (plan.kv_heads * plan.blocks_of_rows, plan.splits * plan.teams, plan.block_rows)
-    numbers = lambda **shapes: {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
+    def numbers(**shapes):
+        return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
     partial = numbers(out=(*lead, plan.head_dim), top=lead, total=lead)
     shape = plan.batch, plan.tokens, plan.kv_heads * plan.heads_per_kv_head, plan.head_dim
     merged = {"merged": jax.ShapeDtypeStruct(shape, q.dtype)}

@@ -89,7 +89,10 @@ def run(
         for name, codes in ("key", layer.keys), ("value", layer.values):
             inputs |= {f"{name}_codes": codes.codes, f"{name}_scale": codes.scale, f"{name}_zero": codes.zero}
     inputs |= {"keys": layer.buffer.keys, "values": layer.buffer.values}
-    numbers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    def numbers(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
     partial = B * K, plan.splits, plan.rows
     outputs = {"out": numbers(*partial, plan.head_dim), "top": numbers(*partial), "total": numbers(*partial)}
     name = f"attend_{plan.bits}_bits"

@@ -64,11 +64,18 @@ class SoftmaxWarp:
         2^(logit - top + power), and 0 for a token that is left out. A logit, to base 2, is a product [of 16 tokens] times units, plus the
         offset of its tile. Where one is more than RISE above the top, the state comes back relative to the new top."""
         each = len(products) // len(offsets)
-        in_tiles = lambda products: [products[i : i + each] for i in range(0, len(products), each)]
+
+        def in_tiles(products):
+            return [products[i : i + each] for i in range(0, len(products), each)]
 
         def highest(products: list) -> list:
-            mine = lambda tile, c: functools.reduce(ptx.maximum, [x for some in tile for x in some[c::2]])
-            logit = lambda tile, offset, c: numerics.fma(mine(tile, c), units[c], offset[c])
+
+            def mine(tile, c):
+                return functools.reduce(ptx.maximum, [x for some in tile for x in some[c::2]])
+
+            def logit(tile, offset, c):
+                return numerics.fma(mine(tile, c), units[c], offset[c])
+
             return [functools.reduce(ptx.maximum, [logit(*both, c) for both in zip(in_tiles(products), offsets)]) for c in (0, 1)]
 
         def changed(carry: tuple) -> tuple:
@@ -90,7 +97,10 @@ class SoftmaxWarp:
         products, held = ptx.changed_if(rare == 1, (products, held), changed)
         state = {**state, **held}
         starts = [[offset - top + power for offset, top in zip(both, state["top"])] for both in offsets]
-        weight = lambda x, start, c: numerics.exp2(numerics.fma(x, units[c % 2], start[c % 2]))
+
+        def weight(x, start, c):
+            return numerics.exp2(numerics.fma(x, units[c % 2], start[c % 2]))
+
         weights = [[weight(x, start, c) for c, x in enumerate(some)] for tile, start in zip(in_tiles(products), starts) for some in tile]
         added = [numerics.total([x for tile in weights for x in tile[c::2]]) for c in (0, 1)]
         state["total"] = [old + new for old, new in zip(state["total"], added)]
@@ -132,7 +142,10 @@ class SoftmaxWarp:
         def step(i, state):
             tokens = [i * FULL_TILE + self.g, i * FULL_TILE + self.g + 8]
             places = [ptx.i64(ptx.minimum(token, ptx.i32(room - 1))) * pitch + ptx.i64(self.t * 8) for token in tokens]
-            load = lambda base: [[ptx.load_global(base + place + 2 * CHUNK * s, 2) for place in places] for s in plan.products]
+
+            def load(base):
+                return [[ptx.load_global(base + place + 2 * CHUNK * s, 2) for place in places] for s in plan.products]
+
             # All at once: each waits for memory.
             of_keys, of_values = load(keys), load(values)
             acc = (ptx.f32(0.0),) * 4

@@ -44,7 +44,10 @@ class Warp(SoftmaxWarp):
         if plan.size:
             state = self._read_codes(state)
         size = 2 * plan.head_dim
-        of_head = lambda name, rows: self.at[name] + ptx.i64(self.head) * (size * rows)
+
+        def of_head(name, rows):
+            return self.at[name] + ptx.i64(self.head) * (size * rows)
+
         if plan.replaced is not None:  # a token's key and value lie together
             keys = of_head("replacing", 2 * plan.replaced)
             logits = self.at["replaced_logits"] + ptx.i64(self.head) * (4 * plan.replaced * plan.heads)
@@ -69,8 +72,13 @@ class Warp(SoftmaxWarp):
 
     def _sources(self) -> list:
         """Where this lane's pieces of a KV head's first tile lie: for each 32 pieces of a slot, one."""
-        first = lambda name: self.at[name] + ptx.i64(self.head) * self.plan.head_bytes(name)
-        within = lambda i, name: ptx.i64(self.lane * PIECE) + (PIECE * 32 * i - self.plan.tile.at(name))
+
+        def first(name):
+            return self.at[name] + ptx.i64(self.head) * self.plan.head_bytes(name)
+
+        def within(i, name):
+            return ptx.i64(self.lane * PIECE) + (PIECE * 32 * i - self.plan.tile.at(name))
+
         return [self._of_part(i, {name: first(name) + within(i, name) for name in self.plan.parts_of(i)}) for i in self.plan.copies]
 
     def _of_part(self, i: int, each: dict):
@@ -227,7 +235,10 @@ class Warp(SoftmaxWarp):
         if plan.replaced is None:
             return []
         first = self.at["positions"] + ptx.i64(self.head * plan.replaced) * 4
-        of = lambda i: ptx.load_global(first + ptx.i64(ptx.minimum(self.lane + i, ptx.i32(plan.replaced - 1))) * 4)[0]
+
+        def of(i):
+            return ptx.load_global(first + ptx.i64(ptx.minimum(self.lane + i, ptx.i32(plan.replaced - 1))) * 4)[0]
+
         return [ptx.select(self.lane + i < plan.replaced, of(i), ptx.i32(-1)) for i in range(0, plan.replaced, 32)]
 
     def _replaced_within(self, tile, positions: list) -> LeftOut | None:
@@ -314,7 +325,10 @@ class Warp(SoftmaxWarp):
 
         def of(j: int) -> list:
             i, token = self._place_in_rows(j)
-            of_token = lambda n: of_rows[i][n * plan.value_groups : (n + 1) * plan.value_groups]
+
+            def of_token(n):
+                return of_rows[i][n * plan.value_groups : (n + 1) * plan.value_groups]
+
             if isinstance(token, int):
                 return of_token(token)
             # One group, and two tokens that only some lanes have.
@@ -346,8 +360,13 @@ class Warp(SoftmaxWarp):
             return [fragments.all_rows(x, numerics.add) * 2.0**-LARGER for x in mine]
 
         added = [added(n) for n in range(plan.value_groups)]
-        unit = lambda s: ptx.f32(2.0 ** -(VALUE_CODE + plan.place(s)[1] + LARGER))
-        more = lambda s: added[CHUNK * s // plan.value_group]
+
+        def unit(s):
+            return ptx.f32(2.0 ** -(VALUE_CODE + plan.place(s)[1] + LARGER))
+
+        def more(s):
+            return added[CHUNK * s // plan.value_group]
+
         out = [tuple(numerics.fma(x, unit(s), more(s)[c % 2]) for c, x in enumerate(acc)) for s, acc in enumerate(state["out"])]
         return {"out": out, "top": state["top"], "total": [x * 2.0**-LARGER for x in state["total"]]}
 

@@ -28,7 +28,9 @@ class Pipeline:
         What a warp copied itself is there when these begin. The rest is there once they call `refill`, which waits for the whole team.
         """
         last = self.plan.slots - 1
-        advance = lambda slot: ptx.select(slot == last, ptx.i32(0), slot + 1)
+
+        def advance(slot):
+            return ptx.select(slot == last, ptx.i32(0), slot + 1)
 
         def step(i, carry):
             slot, state = carry

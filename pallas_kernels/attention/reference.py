@@ -108,7 +108,10 @@ def attend_replaced(
     at = jnp.where(replaced.positions < 0, size, replaced.positions)
     left_out = jax.vmap(jax.vmap(lambda at: jnp.zeros(size, bool).at[at].set(True, mode="drop")))(at)
     there = (replaced.positions >= 0)[:, :, None]
-    load = lambda i: (replaced.keys, replaced.values, there)
+
+    def load(i):
+        return (replaced.keys, replaced.values, there)
+
     n = replaced.positions.shape[2]
     partial = _full(rows, layer.buffer, lengths.buffered, T)
     partial = _merge(partial, _attend(rows, load, n, n, jnp.int32(n)))
@@ -145,8 +148,13 @@ def _coded_load(
         token = start + jnp.arange(chunk)
         visible = (token >= i * chunk) & (token < length[:, None])
         # Of entries that several tokens share, such as scales, there are fewer.
-        part = lambda x: _slice(x, start // (capacity // x.shape[2]), chunk * x.shape[2] // capacity)
-        wide = lambda codes: jax.tree.map(part, codes).dequantized(dtype)
+
+        def part(x):
+            return _slice(x, start // (capacity // x.shape[2]), chunk * x.shape[2] // capacity)
+
+        def wide(codes):
+            return jax.tree.map(part, codes).dequantized(dtype)
+
         visible = visible[:, None, None]
         if left_out is not None:
             visible = visible & ~_slice(left_out, start, chunk)[:, :, None]
@@ -168,14 +176,23 @@ def _groups(
         start = jnp.minimum(i * chunk, groups - chunk)
         group = start + jnp.arange(chunk)
         visible = (group >= i * chunk) & (group < count[..., None])
-        take = lambda x: _slice(x, start, chunk)
+
+        def take(x):
+            return _slice(x, start, chunk)
+
         if listed or layer.pages is not None:
             # Numbers after the count may be of no group. They are weighted with 0, and must not be read as NaN.
             numbers = jnp.clip(take(view.groups), 0, layer.groups - 1) if listed else group[None, None]
             places = layer.places(numbers)
-            take = lambda x: x.at[places].get(mode="promise_in_bounds")
+
+            def take(x):
+                return x.at[places].get(mode="promise_in_bounds")
+
         k, v = dequantize_groups(*jax.tree.map(take, (layer.keys, layer.values)), planes=view.planes, dtype=rows.dtype)
-        merge = lambda x: x.reshape(*x.shape[:2], chunk * G, x.shape[-1])
+
+        def merge(x):
+            return x.reshape(*x.shape[:2], chunk * G, x.shape[-1])
+
         visible = jnp.repeat(visible, G, axis=-1)[:, :, None]
         if chosen is not None:
             visible &= lax.dynamic_slice_in_dim(chosen, start * G, chunk * G, axis=3)

@@ -74,7 +74,10 @@ def num_devices_of(axis: str | None) -> int:
 def plan_for(
     rows: int, o: Int4Weight, gate: Int4Weight, down: Int4Weight, following: Sequence[Int4Weight], eps: float, num_devices: int = 1
 ) -> Plan:
-    groups = lambda weight: weight.codes.shape[1]
+
+    def groups(weight):
+        return weight.codes.shape[1]
+
     several = num_devices > 1
     stages = [
         Stage(groups(o), o.shape[:1], partial=several),
@@ -94,7 +97,10 @@ def between_attentions(args: LayerArguments) -> tuple[Float[Array, "*rows D"], F
     plan = plan_for(rows, o, gate, down, following, eps, num_devices_of(axis))
     norms = [norm, following_norm] if following else [norm]
     weights = [[o], [gate, up], [down], following][: len(plan.stages)]
-    flat = lambda a: a.reshape(rows, -1)
+
+    def flat(a):
+        return a.reshape(rows, -1)
+
     if handoff is None or handoff.size < plan.handoff_words:
         handoff = empty_handoff(plan)
     table = _table(plan, axis) if plan.num_devices > 1 else None

@@ -45,7 +45,10 @@ class Block:
         plan, tiles = self.plan, self.quantized // TILE
         loaded = self._load_replaced()
         self.wholes = self._wholes()
-        of_all = lambda logits: [numerics.exp2(x - whole) for x, whole in zip(logits, self.wholes)]
+
+        def of_all(logits):
+            return [numerics.exp2(x - whole) for x, whole in zip(logits, self.wholes)]
+
         replaced = [(there, position, self._share_of(of_all(logits))) for there, position, logits in loaded]
         if not plan.all_tiles:
             self._store_largest(tiles)
@@ -94,7 +97,10 @@ class Block:
         def step(i, state):
             splits = [(i * at_once + j) * 32 + self.lane for j in range(at_once)]
             places = [ptx.i64(ptx.minimum(split, ptx.i32(plan.splits - 1)) * (4 * plan.rows)) for split in splits]
-            load = lambda base: [[ptx.load_global(base + place + 4 * h, 1, "f")[0] for place in places] for h in range(plan.heads)]
+
+            def load(base):
+                return [[ptx.load_global(base + place + 4 * h, 1, "f")[0] for place in places] for h in range(plan.heads)]
+
             out = []
             for (old, whole), top, total in zip(state, load(tops), load(totals)):
                 new = functools.reduce(ptx.maximum, top, old)
@@ -106,7 +112,10 @@ class Block:
 
         state = [(ptx.f32(NO_LOGIT), ptx.f32(0.0)) for _ in range(plan.heads)]
         state = ptx.loop(ptx.i32(0), ptx.i32(math.ceil(plan.splits / (32 * at_once))), state, step)
-        of_all = lambda x, combine: fragments.all_rows(fragments.all_columns(x, combine), combine)
+
+        def of_all(x, combine):
+            return fragments.all_rows(fragments.all_columns(x, combine), combine)
+
         tops = [of_all(top, ptx.maximum) for top, _ in state]
         parts = [total * numerics.exp2(top - new) for (top, total), new in zip(state, tops)]
         return [new + numerics.log2(of_all(part, numerics.add)) - LARGER for new, part in zip(tops, parts)]
@@ -132,7 +141,10 @@ class Block:
         replaced have weights of 0, and so the smallest share."""
         plan, N = self.plan, self.plan.heads
         weights = self._of_head("weights", plan.size * N // 2) + ptx.i64(self.part * (4 * plan.chunk_words))
-        chunk = lambda at: self._load(at, plan.chunk_words, "r", wide=plan.wide)
+
+        def chunk(at):
+            return self._load(at, plan.chunk_words, "r", wide=plan.wide)
+
         # All is loaded before anything is computed: each load waits for memory.
         each = [
             (
@@ -261,15 +273,22 @@ class Block:
         def narrow(state):
             bound, shift, count = state
             bounds = [bound + (ptx.i32(digit) << shift) for digit in (1, 2, 3)]
-            reaches = lambda x, i, number: ptx.select(bounds[i] - 1 < x, ptx.i32(number), ptx.i32(0))
-            more = lambda _, x, counts: (counts[0] + reaches(x, 0, 1) + reaches(x, 1, HALF + 1), counts[1] + reaches(x, 2, 1))
+
+            def reaches(x, i, number):
+                return ptx.select(bounds[i] - 1 < x, ptx.i32(number), ptx.i32(0))
+
+            def more(_, x, counts):
+                return (counts[0] + reaches(x, 0, 1) + reaches(x, 1, HALF + 1), counts[1] + reaches(x, 2, 1))
+
             both, third = map(ptx.sum_lanes, self._counts((shift >> 1) & 1, list(over((ptx.i32(0), ptx.i32(0)), more))))
             for higher, of_all in zip(bounds, (both & HALF, both >> 16, third)):
                 enough = ptx.i32(k - 1) < of_all
                 bound, count = ptx.select(enough, higher, bound), ptx.select(enough, of_all, count)
             return bound, shift - 2, count
 
-        unsettled = lambda state: (ptx.i32(k) < state[2]) & (ptx.i32(-1) < state[1])
+        def unsettled(state):
+            return (ptx.i32(k) < state[2]) & (ptx.i32(-1) < state[1])
+
         return ptx.while_loop(unsettled, (ptx.i32(FLOOR), ptx.i32(SEARCHED - 2), entries), narrow)[0]
 
     def _counts(self, slot, counts: list) -> list:
