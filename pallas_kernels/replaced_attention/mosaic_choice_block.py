@@ -247,7 +247,11 @@ class Block:
                 return ptx.loop(ptx.i32(0), ptx.i32(rows), carry, lambda row, carry: body(*number(row), carry))
             return functools.reduce(lambda carry, each: body(*each, carry), held, carry)
 
-        bound, where = self._bound(over, entries), lambda yes, number: ptx.select(yes, ptx.i32(number), ptx.i32(0))
+        bound = self._bound(over, entries)
+
+        def where(yes, number: int):
+            return ptx.select(yes, ptx.i32(number), ptx.i32(0))
+
         counts = over(ptx.i32(0), lambda _, x, count: count + where(bound < x, 1) + where(x == bound, HALF + 1))
         (counts,) = self._counts(ptx.i32(2), [counts])
         everyone, before = ptx.sum_lanes(counts), ptx.sum_lanes(ptx.select(self.lane < self.warp, counts, ptx.i32(0)))
