@@ -1,6 +1,7 @@
-"""Logits processors: what is forbidden, favoured or made less likely before a token is chosen. Draft and target have the same ones.
+"""Logits processors: changes of the logits before a token is chosen. Draft and target have the same ones.
 
-Each depends on the logits and on the tokens before them alone, so a round that verifies several tokens decodes as one by one would.
+Each depends only on the logits and on the tokens before them, so a round that verifies several tokens gives the result of decoding them one
+by one.
 """
 
 import dataclasses
@@ -19,10 +20,14 @@ NOWHERE = np.iinfo(np.int32).max  # an id outside any vocabulary
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Processors:
-    """Settings of each row, in the order in which they are applied, Hugging Face's; None where no row has any.
+    """Settings of each row, in the order in which they are applied, which is Hugging Face's; None if no row has one.
 
-    bias is added to the logits of bias_ids; -inf forbids them. repetition_penalty divides the positive logits of tokens that were seen, in
-    the prompt or since, and multiplies the negative ones (CTRL, arXiv 1909.05858, section 4.1). min_new_tokens: before them no EOS.
+    Attributes:
+        bias_ids: the ids to whose logits `bias` is added.
+        bias: -inf forbids a token.
+        repetition_penalty: divides the positive logits of tokens that occur in the prompt or in new tokens, and multiplies the negative
+            ones (CTRL, arXiv 1909.05858, section 4.1).
+        min_new_tokens: the number of new tokens before which EOS is forbidden.
     """
 
     bias_ids: Int[Array, "B K"] | None
@@ -33,7 +38,14 @@ class Processors:
     def __call__(
         self, logits: Float[Array, "B T V"], new: Int[Array, "B"], since: Int[Array, "B V"] | None, eos_token_ids: Int[Array, "E"]
     ) -> Float[Array, "B T V"]:
-        """The logits of T tokens. new[b]: new tokens before the first of them. since[b, v]: the first column before which v was seen."""
+        """The processed logits of T tokens.
+
+        Args:
+            logits: by the model.
+            new: the number of new tokens before the first of the T.
+            since: since[b, v] is the first column before which id v occurs; needed for a repetition penalty.
+            eos_token_ids: -1 is no id.
+        """
         column = jnp.arange(logits.shape[1])
         if self.bias is not None:
             add = jax.vmap(lambda row, ids, bias: row.at[:, ids].add(bias.astype(row.dtype), mode="drop"))
@@ -50,16 +62,20 @@ class Processors:
 
 
 def make_processors(*configs: GenerationConfig) -> Processors | None:
-    """The processors of rows with these configs, one for each row; None where no config asks for any."""
+    """The processors of rows with these configs, one for each row; None if no config asks for any."""
     biases = [config.logit_bias | dict.fromkeys(config.banned_token_ids, -np.inf) for config in configs]
     width = rounded_up(max(map(len, biases)))
     ids = np.full((len(configs), width), NOWHERE, np.int32)
     values = np.zeros((len(configs), width), np.float32)
     for row, bias in enumerate(biases):
         ids[row, : len(bias)], values[row, : len(bias)] = list(bias), list(bias.values())
-    column = lambda name, dtype: np.array([getattr(config, name) for config in configs], dtype)
-    penalty, least = column("repetition_penalty", np.float32), column("min_new_tokens", np.int32)
-    parts = (ids if width else None, values if width else None, penalty if (penalty != 1).any() else None, least if least.any() else None)
+    penalty = np.array([config.repetition_penalty for config in configs], np.float32)
+    minimum = np.array([config.min_new_tokens for config in configs], np.int32)
+    parts = (
+        *((ids, values) if width else (None, None)),
+        penalty if (penalty != 1).any() else None,
+        minimum if minimum.any() else None,
+    )
     return None if all(part is None for part in parts) else Processors(*jax.tree.map(jnp.asarray, parts))
 
 
@@ -70,7 +86,7 @@ def seen_in(tokens: Int[Array, "B S"], n: Int[Array, "B"], vocab_size: int) -> B
 
 
 def seen_since(seen: Bool[Array, "B V"], tokens: Int[Array, "B T"]) -> Int[Array, "B V"]:
-    """The first column before which each id was seen, tokens[b, i] before column i + 1; behind all columns where it was not."""
+    """The first column before which each id occurs, with tokens[b, i] before column i + 1; `NOWHERE` for an id that does not."""
     column = jnp.arange(1, tokens.shape[1] + 1)
     first = jnp.where(seen, 0, NOWHERE)
     return jax.vmap(lambda row, ids: row.at[ids].min(column))(first, tokens)

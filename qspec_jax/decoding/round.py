@@ -49,12 +49,12 @@ def decode(
 
 def decode_round(target: Step, draft: Draft | None, sampler: Sampler, state: DecodeState, limits: Limits) -> DecodeState:
     """One round of every running row."""
-    round = current_round(sampler, state, limits)
+    current = current_round(sampler, state, limits)
     with jax.named_scope("draft"):
-        proposal, draft_state, cache = propose(draft, state.draft, state.cache, round)
+        proposal, draft_state, cache = propose(draft, state.draft, state.cache, current)
     with jax.named_scope("verify"):
-        verdict, cache = verify(target, proposal, cache, round, observe=draft is not None and draft.observes)
-    return commit(draft, dataclasses.replace(state, cache=cache, draft=draft_state), round, proposal, verdict)
+        verdict, cache = verify(target, proposal, cache, current, observe=draft is not None and draft.observes)
+    return commit(draft, dataclasses.replace(state, cache=cache, draft=draft_state), current, proposal, verdict)
 
 
 @jax.tree_util.register_dataclass
@@ -149,14 +149,14 @@ def begin(draft: Draft | None, prompt: Prompt) -> Any:
     return () if draft is None else draft.begin(prompt)
 
 
-def propose(draft: Draft | None, draft_state: Any, cache: Cache, round: CurrentRound) -> tuple[Proposal, Any, Cache]:
+def propose(draft: Draft | None, draft_state: Any, cache: Cache, current: CurrentRound) -> tuple[Proposal, Any, Cache]:
     """The draft's proposal; without drafts, a proposal of no tokens."""
-    if round.gamma == 0:
-        B = round.pending.shape[0]
-        return Proposal(jnp.zeros((B, 0), jnp.int32), jnp.zeros((B, 0, 0)), round.eligible), draft_state, cache
-    proposal, draft_state, cache = draft.propose(draft_state, cache, round)
+    if current.gamma == 0:
+        B = current.pending.shape[0]
+        return Proposal(jnp.zeros((B, 0), jnp.int32), jnp.zeros((B, 0, 0)), current.eligible), draft_state, cache
+    proposal, draft_state, cache = draft.propose(draft_state, cache, current)
     # With more drafts the target would read other codes than one-by-one decoding does.
-    return dataclasses.replace(proposal, eligible=jnp.minimum(proposal.eligible, round.eligible)), draft_state, cache
+    return dataclasses.replace(proposal, eligible=jnp.minimum(proposal.eligible, current.eligible)), draft_state, cache
 
 
 @jax.tree_util.register_dataclass
@@ -177,32 +177,32 @@ class Verdict:
     masses: tuple[Float[Array, "B K T C"], ...] = ()
 
 
-def verify(target: Step, proposal: Proposal, cache: Cache, round: CurrentRound, *, observe: bool = False) -> tuple[Verdict, Cache]:
+def verify(target: Step, proposal: Proposal, cache: Cache, current: CurrentRound, *, observe: bool = False) -> tuple[Verdict, Cache]:
     """Feeds the pending token and the drafts to the target. Returns its verdict, and its cache with them."""
-    logits, cache, masses = feed(target, jnp.concatenate([round.pending[:, None], proposal.tokens], 1), cache, round, observe=observe)
-    return Verdict(logits, *round.verify(logits, proposal), masses), cache
+    logits, cache, masses = feed(target, jnp.concatenate([current.pending[:, None], proposal.tokens], 1), cache, current, observe=observe)
+    return Verdict(logits, *current.verify(logits, proposal), masses), cache
 
 
-def feed(target: Step, tokens: Int[Array, "B T"], cache: Cache, round: CurrentRound, *, observe: bool) -> tuple[Array, Cache, tuple]:
+def feed(target: Step, tokens: Int[Array, "B T"], cache: Cache, current: CurrentRound, *, observe: bool) -> tuple[Array, Cache, tuple]:
     """The target's logits after these tokens, the first of which is the pending one; its cache with them; the masses that it observed."""
-    positions = round.position[:, None] + jnp.arange(tokens.shape[1])
+    positions = current.position[:, None] + jnp.arange(tokens.shape[1])
     if observe:
         return target.observed(tokens, positions, cache)
     return *target(tokens, positions, cache), ()
 
 
-def commit(draft: Draft | None, state: DecodeState, round: CurrentRound, proposal: Proposal, verdict: Verdict) -> DecodeState:
+def commit(draft: Draft | None, state: DecodeState, current: CurrentRound, proposal: Proposal, verdict: Verdict) -> DecodeState:
     """Emits the accepted drafts and the target's own token, up to the end of a row, and rolls the cache back to the emitted tokens."""
     accepted = verdict.accepted
     running = state.status == RUNNING
     column = jnp.arange(state.gamma + 1)
     tokens = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
     block = jnp.where(column < accepted[:, None], tokens, verdict.own_token[:, None])
-    count, status = status_after(block, state.tokens, state.emitted, accepted + 1, round.limits)
+    count, status = status_after(block, state.tokens, state.emitted, accepted + 1, current.limits)
     count = jnp.where(running, count, 0)
     with jax.named_scope("flush"):
         kept = jnp.where(running, accepted + 1, 0)
-        cache, flushed = state.cache.commit(round.lengths, kept, wait_for=[verdict.own_token, *verdict.masses])
+        cache, flushed = state.cache.commit(current.lengths, kept, wait_for=[verdict.own_token, *verdict.masses])
     draft_state = state.draft
     if draft is not None:
         masses = seen_by_accepted(verdict.masses, kept)

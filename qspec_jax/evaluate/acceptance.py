@@ -253,20 +253,20 @@ def _walk(
     def step(carry):
         state, rejected, covered = carry
         active = state.emitted < limits.max_new_tokens
-        round = current_round(sampler, state, limits, active)
+        current = current_round(sampler, state, limits, active)
         choice = chosen(state)
-        proposal, draft_state, cache = propose(draft, state.draft, state.cache, round)
-        verdict, cache = verify(target, proposal, cache, round)
+        proposal, draft_state, cache = propose(draft, state.draft, state.cache, current)
+        verdict, cache = verify(target, proposal, cache, current)
         accepted = verdict.accepted
         moved = jnp.where(active, accepted + 1, 0)
         # Once more with the real tokens, whose keys and values are what the cache must hold, and whose queries the draft may observe.
-        cache = cache.rollback(round.lengths)
+        cache = cache.rollback(current.lengths)
         cache = cache if choice is None else WatchedCache(cache, choice)
-        _, cache, masses = feed(target, block_at(real, state.emitted - 1), cache, round, observe=draft.observes)
+        _, cache, masses = feed(target, block_at(real, state.emitted - 1), cache, current, observe=draft.observes)
         if choice is not None:
             covered += jnp.where(jnp.arange(width) < moved[:, None], cache.shares, 0).sum(1)
             cache = cache.cache
-        cache, flushed = cache.commit(round.lengths, moved, wait_for=[verdict.own_token, *masses])
+        cache, flushed = cache.commit(current.lengths, moved, wait_for=[verdict.own_token, *masses])
         drafted, taken = jnp.where(active, proposal.eligible, 0), moved - active
         seen = seen_by_accepted(masses, moved)
         result = RoundResult(block_at(real, state.emitted), moved, drafted, taken, flushed, seen)
