@@ -212,8 +212,8 @@ class Call:
         program: the function.
         args: its arguments that are arrays, or trees of arrays.
         static: its other arguments, by name.
-        variant: what tells the executable from those of an engine's other calls of the function; to find that out from all arguments takes
-            milliseconds.
+        variant: distinguishes the executable from those of an engine's other calls of the function. A comparison of all arguments would
+            take milliseconds.
     """
 
     program: Compiled
@@ -223,7 +223,7 @@ class Call:
 
     @property
     def key(self) -> Hashable:
-        """What tells the executable from those of an engine's other calls."""
+        """Identifies the executable among those of an engine."""
         return self.program, self.variant
 
     def lowered(self) -> Callable[[], tuple[jax.stages.Compiled, float]]:

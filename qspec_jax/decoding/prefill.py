@@ -1,6 +1,6 @@
 """Prefill: its programs, and the order in which they run.
 
-All layers are one program, or a few layers at a time are: other rows can then have rounds between the parts. All programs are called here.
+There is one program for all layers, or one for a few layers at a time; other rows can then have rounds between the parts.
 """
 
 import collections
@@ -96,7 +96,7 @@ def _ended(
     *,
     sizes: Sizes,
 ) -> DecodeState:
-    """The state after the last layer. x: its hidden states. cache: with all layers, filled."""
+    """The state after the last layer. x: its hidden states. cache: filled."""
     logits, cache = last_logits(target.model, x, n), cache.filled(cache.layers, n)
     return _started(draft, tokens, n, sampler, keys, limits, logits, cache, queries, sizes=sizes)
 
@@ -114,8 +114,8 @@ def _started(
     *,
     sizes: Sizes,
 ) -> DecodeState:
-    """The state after a prefill that gave these logits, this cache and these last queries."""
-    # Of one width for every prompt, so that a row fits into the state of others.
+    """The state after a prefill with these results."""
+    # Of the same width for every prompt, so that a row fits into the state of others.
     padding = sizes.capacity - sizes.max_new_tokens - tokens.shape[1]
     shapes = dict(capacity=sizes.capacity, gamma=sizes.gamma, width=tokens.shape[1])
     prompt = Prompt(jnp.pad(tokens, ((0, 0), (0, padding))), n, cache, queries, **shapes)
@@ -142,16 +142,16 @@ Executables = Mapping[Hashable, jax.stages.Compiled]  # by the key of a call
 
 @dataclasses.dataclass(frozen=True)
 class Prefill:
-    """Prefill of prompts: one program; or a first one (`begin`), one for each part of the layers (`part`), and a last one (`end`).
+    """Prefill of prompts: one program; or the first one (`BEGIN`), one for each part of the layers (`PART`), and the last one (`END`).
 
     Attributes:
         target: the model that reads the prompts.
-        draft: the draft that begins with them; None without one, and for a draft that does nothing there.
+        draft: the draft that begins with them; None without one, and for a draft that does nothing in prefill.
         tokens: the prompts, padded on the right.
         n: the length of each prompt.
-        sampler, keys, limits: by which the first new token of each row is chosen.
-        sizes: what the programs are compiled for.
-        layers: layers in a part; None: one program does everything.
+        sampler, keys, limits: they choose the first new token of each row.
+        sizes: the sizes that the programs are compiled for.
+        layers: layers in a part; None for one program.
     """
 
     target: ViewedModel
@@ -165,20 +165,20 @@ class Prefill:
     layers: int | None = None
 
     def with_cache(self, cache: CacheChoice) -> Self:
-        """The prefill of another cache."""
+        """The prefill with another cache."""
         return dataclasses.replace(self, sizes=dataclasses.replace(self.sizes, cache=cache))
 
     @property
     def first(self) -> Call:
-        """The call that needs no other's results."""
+        """The first call, which does not depend on the results of others."""
         return self._whole() if self.layers is None else self._begin()
 
     def run(self, executables: Executables) -> DecodeState:
-        """The state after the prompts, whose first tokens are chosen. The device may still be at work on it."""
+        """The state after the prompts, with the first new token of each row. The device may still be computing it."""
         return _last(self.run_in_parts(executables))
 
     def run_in_parts(self, executables: Executables) -> Iterator[Array | DecodeState]:
-        """Runs the programs. Yields an array that is ready when a part is done, between parts, and the state at the end."""
+        """Runs the programs. Yields between parts, each time an array that is ready when the part is done; at the end the state."""
         return self._in_turn(lambda call: executables[call.key](*call.args))
 
     def shapes(self) -> DecodeState:
@@ -186,7 +186,7 @@ class Prefill:
         return _last(self._in_turn(Call.shapes))
 
     def calls(self) -> list[Call]:
-        """The calls in their order; of several that share a program, the first. Those after the first have shapes as arguments."""
+        """The calls in order, and only the first of several that share a program. All but the first have shapes as arguments."""
         calls: dict[Hashable, Call] = {}
 
         def shapes(call: Call) -> Any:
@@ -197,19 +197,18 @@ class Prefill:
         return list(calls.values())
 
     def compile(self) -> tuple[Executables, float]:
-        """The executables, and the seconds spent on making them."""
+        """The executables, and the seconds spent on compiling them."""
         made = {call.key: call.compile() for call in self.calls()}
         return {key: executable for key, (executable, _) in made.items()}, sum(seconds for _, seconds in made.values())
 
     def temporaries(self, executables: Executables) -> int:
         """Bytes that the programs take on the device besides weights and the state that they return."""
-        first, *others = self.calls()
-        largest = max(executables[call.key].memory_analysis().temp_size_in_bytes for call in others or [first])
-        *between, _ = first.shapes() if others else [()]
-        return largest + bytes_of(between)
+        largest = max(executables[call.key].memory_analysis().temp_size_in_bytes for call in self.calls())
+        # Hidden states, cosines and sines are kept from the first program to the last.
+        return largest + (0 if self.layers is None else bytes_of(self.first.shapes()[:2]))
 
     def _in_turn(self, result: Callable[[Call], Any]) -> Iterator[Any]:
-        """Goes through the calls. result: gives what a call returns, or its shapes. Yields as `run_in_parts`."""
+        """Goes through the calls, and yields as `run_in_parts` does. result: returns a call's results, or their shapes."""
         if self.layers is None:
             yield result(self._whole())
             return
@@ -241,7 +240,7 @@ class Prefill:
         config, blocks = self.target.model.config, list(self.target.model.layers)
         nope = tuple(i for i, layer in enumerate(range(len(blocks))[part]) if layer in config.nope_layers)
         layers = cache.layers[part]
-        # What tells parts apart: how many layers, which of their caches are in host memory, and which are without RoPE.
+        # Parts differ in the number of layers, in which of their caches are in host memory, and in which have no RoPE.
         variant = x.shape[:2], tuple(any(map(in_host, jax.tree.leaves(layer))) for layer in layers), nope
         args = blocks[part], angles, x, self.n, dataclasses.replace(cache, layers=layers)
         return Call(PART, args, dict(nope=nope, queries=_queries_of(self.draft)), variant)
@@ -251,5 +250,5 @@ class Prefill:
 
 
 def _last(results: Iterator[Any]) -> Any:
-    """The last of the results, of which no other is kept."""
+    """The last result, without keeping the others."""
     return collections.deque(results, maxlen=1).pop()
