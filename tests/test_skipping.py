@@ -196,5 +196,5 @@ def test_without_prompts_it_is_refused(model):
     draft = make_draft("quantspec:skip=auto", model)
     assert draft.chosen() == ()  # as where all lines of a batch are wrong
     for ask in (lambda: step_bytes(draft, CONFIG.cache_config, 100), lambda: draft.step_in_round((), None)):
-        with pytest.raises(InputError, match="skip=auto is chosen by the prompts"):
+        with pytest.raises(InputError, match="skip=auto needs prompts to choose by"):
             ask()

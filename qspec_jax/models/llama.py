@@ -36,8 +36,11 @@ class AttendingCache(Protocol):
     observable: ClassVar[bool] = False  # whether passes can give the attention mass of each group
 
     def for_pass(self, views: tuple[Any | None, ...]) -> Self:
-        """What one pass, which reads each layer through its view (None: not at all), attends to in the cache's place. It may begin with a
-        layer before that layer's turn. Raises ValueError where a view is observed and this cache is not `observable`."""
+        """The cache as one pass reads it; it may prepare a layer before that layer's turn.
+
+        views: the view of each layer; None for a layer that is not read. Raises ValueError for a view that is observed if the cache is not
+        `observable`.
+        """
         if not self.observable and any(view is not None and view.observed for view in views):
             raise ValueError(f"a {type(self).__name__} has no groups whose attention could be observed; the cache int8 has")
         return self
@@ -51,8 +54,18 @@ class AttendingCache(Protocol):
         *,
         view: Any,
     ) -> tuple[Float[Array, "B T N H"], object, Array | None]:
-        """Appends keys and values to a layer, after RoPE; returns what the queries read through the view, the layer's new entry, and the
-        attention mass of each group, [B, K, T, C] in float32, or None where the view is not observed."""
+        """Appends keys and values to a layer, after RoPE, and attends to it through a view.
+
+        Args:
+            layer: the number of the layer.
+            qkv: query heads, then key and value heads, before RoPE.
+            cos, sin: of the tokens' angles.
+            view: the part of the cache that the queries read.
+
+        Returns:
+            The result of attention, the layer's new entry, and the attention mass of each group, [B, K, T, C] in float32; None if the view
+            is not observed.
+        """
         ...
 
     def advance(self, layers: tuple[object, ...], tokens: int) -> Self:
@@ -229,11 +242,13 @@ class Llama(nnx.Module):
         view: View | tuple[View, ...] = BOTH_PLANES,
         lengths: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T V"], AttendingCache]:
-        """Logits (at least float32) of T tokens per row and the cache T tokens longer.
+        """Logits (at least float32) of T tokens per row, and the cache with these tokens.
 
         Args:
-            view: what is read of the cache, one view for all layers or one for each (see `pallas_kernels.formats.views`); by default what
-                the target reads.
+            tokens: token ids.
+            positions: the position of each in its row.
+            cache: holds the tokens before them.
+            view: the part of the cache that is read, for all layers or for each (see `pallas_kernels.formats.views`); by default all of it.
             lengths: see rope.py; by default position + 1.
         """
         return self.with_masses(tokens, positions, cache, view=view, lengths=lengths)[:2]
@@ -247,7 +262,7 @@ class Llama(nnx.Module):
         view: View | tuple[View, ...],
         lengths: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T V"], AttendingCache, tuple[Float[Array, "B K T C"] | None, ...]]:
-        """What a call returns, and of each layer whose view is observed the attention mass of each group, in float32."""
+        """The results of a call, and for each layer whose view is observed the attention mass of each group, in float32."""
         x = self.embed(tokens)
         cos, sin = self.cos_sin(positions, positions + 1 if lengths is None else lengths)
         y = self.layers[0].qkv(self.layers[0].input_norm(x))

@@ -12,9 +12,10 @@ from typing import NoReturn, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Float, Int
 
 from qspec_jax.errors import InputError
+from qspec_jax.models.llama import AttendingCache
 from qspec_jax.models.viewed import ViewedModel
 
 
@@ -96,17 +97,17 @@ class Deferred:
 DEFERRED = Deferred()
 
 
-class _NoTarget(ViewedModel):
-    """A model that reads its cache through a view and is no target, which skips nothing."""
+class _Incomplete(ViewedModel):
+    """A model that reads its cache through a view and skips layers, so that it cannot be a target."""
 
-    def observed(self, tokens, positions, cache):
-        raise ValueError("a model that skips layers is no target")
+    def observed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: AttendingCache) -> NoReturn:
+        raise ValueError("a layer-skipping model cannot be used as target")
 
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
-class SkippingModel(_NoTarget):
-    """A model that reads its cache through a view, but for what is skipped."""
+class SkippingModel(_Incomplete):
+    """A model that reads its cache through a view, without the skipped sublayers."""
 
     skipped: Skipped
 
@@ -119,12 +120,14 @@ class SkippingModel(_NoTarget):
         (tree, skipped), (leaves, view) = aux, children
         return cls(jax.tree.unflatten(tree, leaves), view, skipped)
 
-    def __call__(self, tokens, positions, cache):
+    def __call__(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: AttendingCache
+    ) -> tuple[Float[Array, "B T V"], AttendingCache]:
         model, skipped, layers = self.model, self.skipped, list(cache.layers)
         x, (cos, sin) = model.embed(tokens), model.cos_sin(positions, positions + 1)
         kept = [i for i in range(len(layers)) if i not in skipped.attention & skipped.mlp]
-        # Between two attentions one kernel does all, where nothing is skipped there. qkv: what it made for the next; added: what the last
-        # MLP adds to x.
+        # One kernel does everything between two attentions if nothing is skipped there. qkv: its result for the next attention; added: what
+        # the last MLP adds to x.
         qkv = added = carry = None
         views = self.views
         reading = cache.for_pass(tuple(None if i in skipped.attention else view for i, view in enumerate(views)))
@@ -148,9 +151,12 @@ class SkippingModel(_NoTarget):
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
-class GatedModel(_NoTarget):
-    """A model that leaves out the attention of the layers for which keep[layer, 0] is False, and the MLP of those for which keep[layer, 1]
-    is. What is left out is computed all the same, so that one program serves whatever is kept; the logits are those of `SkippingModel`."""
+class GatedModel(_Incomplete):
+    """A model with the logits of `SkippingModel` that computes skipped sublayers too, so that one program serves all choices.
+
+    Attributes:
+        keep: keep[layer, 0] is False for layers whose attention is skipped, keep[layer, 1] for those whose MLP is.
+    """
 
     keep: Bool[Array, "L 2"]
 
@@ -163,14 +169,15 @@ class GatedModel(_NoTarget):
         leaves, view, keep = children
         return cls(jax.tree.unflatten(tree, leaves), view, keep)
 
-    def __call__(self, tokens, positions, cache):
+    def __call__(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: AttendingCache
+    ) -> tuple[Float[Array, "B T V"], AttendingCache]:
         model, layers = self.model, list(cache.layers)
         x, (cos, sin) = model.embed(tokens), model.cos_sin(positions, positions + 1)
-        views = self.views
-        reading = cache.for_pass(views)
+        reading = cache.for_pass(self.views)
         for i, block in enumerate(model.layers):
             qkv = block.qkv(block.input_norm(x))
-            attended, layers[i], _ = reading.attend(i, qkv, *model.angles_of(i, cos, sin), view=views[i])
+            attended, layers[i], _ = reading.attend(i, qkv, *model.angles_of(i, cos, sin), view=self.views[i])
             x = jnp.where(self.keep[i, 0], block.add_attention(x, attended)[0], x)
             x = jnp.where(self.keep[i, 1], x + block.down_proj(block.mlp_hidden(block.post_attention_norm(x))), x)
         return model.logits(x), cache.advance(tuple(layers), tokens.shape[1])

@@ -12,12 +12,12 @@ from qspec_jax.models.llama import AttendingCache, Llama
 
 
 class Step(Protocol):
-    """A model over a cache: a pytree that can be called."""
+    """A model over a cache: a callable pytree."""
 
     def __call__(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: AttendingCache
     ) -> tuple[Float[Array, "B T V"], AttendingCache]:
-        """Logits of T tokens per row and the cache T tokens longer.
+        """Logits of T tokens per row, and the cache with these tokens.
 
         The target of a draft that observes must also have a method `observed`, as `ViewedModel` has.
         """
@@ -54,12 +54,14 @@ class ViewedModel:
         """The view of each layer."""
         return self.view if isinstance(self.view, tuple) else (self.view,) * len(self.model.layers)
 
-    def __call__(self, tokens, positions, cache):
+    def __call__(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: AttendingCache
+    ) -> tuple[Float[Array, "B T V"], AttendingCache]:
         return self.model(tokens, positions, cache, view=self.view)
 
     def observed(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: AttendingCache
     ) -> tuple[Float[Array, "B T V"], AttendingCache, tuple[Float[Array, "B K T C"], ...]]:
-        """What a call returns, and of each layer the attention mass of each group, [B, K, T, C] in float32."""
+        """The results of a call, and for each layer the attention mass of each group, in float32."""
         views = tuple(dataclasses.replace(view, observed=True) for view in self.views)
         return self.model.with_masses(tokens, positions, cache, view=views)
