@@ -96,7 +96,7 @@ def one_layer(monkeypatch):
 @pytest.fixture
 def paged(monkeypatch):
     """Rows of a batch share pages on a CPU too."""
-    monkeypatch.setattr("qspec_jax.decoding.batch.PAGED", ("cpu", "gpu"))
+    monkeypatch.setattr("qspec_jax.decoding.slots.PAGED", ("cpu", "gpu"))
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,14 @@ import pytest
 from runs import random_model, with_draft
 
 from qspec_jax import drafts
-from qspec_jax.decoding import batch
-from qspec_jax.decoding.batch import Request, Result, run_batch
+from qspec_jax.decoding import batch, prefill_groups, slots
+from qspec_jax.decoding.batch import Request, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.prefill import PART, PREFILL, Prefill
+from qspec_jax.decoding.results import Result
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.decoding.state import RUNNING
 from qspec_jax.decoding.text import first_stop
@@ -214,7 +215,7 @@ def test_seconds_are_all_that_pass_but_the_readers(stop, model, tokenizer, draft
     outcome(run())
     rows, called = [], []
 
-    class SlowDevice(batch._Slots):
+    class SlowDevice(slots.Slots):
         def _put(self, *args):
             super()._put(*args)
             rows.append(Late(0.4))
@@ -229,7 +230,7 @@ def test_seconds_are_all_that_pass_but_the_readers(stop, model, tokenizer, draft
             return state
 
     monkeypatch.setattr("qspec_jax.decoding.prepare.Engine", SlowRounds)
-    monkeypatch.setattr(batch, "_Slots", SlowDevice)
+    monkeypatch.setattr(batch, "Slots", SlowDevice)
     results, read = run(), 0.0
     began = time.perf_counter()
     for _ in results:
@@ -258,7 +259,7 @@ def test_a_first_token_that_stops_a_row_in_a_slot_that_stood_empty(refill, model
     requests = [long, drawn(30, 30), stops, last] if refill else [long, drawn(5, 4), drawn(9, 20), stops, last]
     expected = outcome(run_batch(model, with_draft(requests, draft), batch_size=1, tokenizer=tokenizer))
     if refill:  # requests wait for pages, so that a slot stands empty
-        monkeypatch.setattr(batch.capacity, "enough_for", lambda rows, groups: batch.capacity.Capacity(2, 1 + max(groups) + 2))
+        monkeypatch.setattr(slots.capacity, "enough_for", lambda rows, groups: slots.capacity.Capacity(2, 1 + max(groups) + 2))
     found = run_batch(model, with_draft(requests, draft), batch_size=2, tokenizer=tokenizer, refill=refill)
     assert outcome(found) == expected and found.stats.busy_rounds == sum(result.stats.num_spec_steps for result in expected)
 
@@ -299,14 +300,14 @@ def test_long_prompts_are_prefilled_in_parts(method, monkeypatch):
 
     monkeypatch.setattr(Engine, "rounds", lambda *args: events.append("rounds") or rounds(*args))
     monkeypatch.setattr(Engine, "prefill_in_parts", seen)
-    monkeypatch.setattr(batch, "PART", 64)
+    monkeypatch.setattr(prefill_groups, "PART", 64)
     # Each part is of 64 tokens in one layer. For the first prompt nobody waits.
     for most_wait, first in (
         (1, "part part part  part rounds part rounds part  rounds part"),
         (256, "part part part  part part part  part rounds part"),
     ):
         events.clear()
-        monkeypatch.setattr(batch, "MOST_WAIT", most_wait)
+        monkeypatch.setattr(slots, "MAX_WAIT", most_wait)
         run = run_batch(model, with_draft(requests, draft), batch_size=3)
         assert outcome(run) == expected
         assert events.count("part") == 7 * 3 and events[: len(first.split())] == first.split()
@@ -362,15 +363,15 @@ def test_short_prompts_are_prefilled_together(method, model, paged, monkeypatch)
         return run_in_parts(self, executables)
 
     monkeypatch.setattr(Prefill, "run_in_parts", noted)
-    monkeypatch.setattr(batch, "TOGETHER", {"cpu": 2})
-    monkeypatch.setattr(batch, "SHORT", 40)
+    monkeypatch.setattr(prefill_groups, "ROWS_PER_PREFILL", {"cpu": 2})
+    monkeypatch.setattr(prefill_groups, "SHORT_PROMPT", 40)
     assert outcome(run_batch(model, with_draft(requests, draft), batch_size=4)) == expected
     assert [prompt for prompts in begun for prompt in prompts] == [request.tokens for request in requests]
     assert {len(prompts) for prompts in begun} == {1, 2}
     assert all(len(prompt) <= 40 for prompts in begun if len(prompts) == 2 for prompt in prompts)
     begun.clear()
     monkeypatch.setattr(
-        batch, "MOST_ROOM", 2 * Engine.for_configs(model, draft, [r.config for r in requests], prompt_tokens=59).sizes.capacity - 1
+        prefill_groups, "MAX_ROOM", 2 * Engine.for_configs(model, draft, [r.config for r in requests], prompt_tokens=59).sizes.capacity - 1
     )
     next(iter(run_batch(model, with_draft(requests, draft), batch_size=4)))
     assert {len(prompts) for prompts in begun} == {1}
@@ -392,18 +393,23 @@ def test_programs_of_prefill_are_made_before_the_first_prompt_is_read(model, dra
 
 def test_parts_of_a_prompt_are_equal():
     for layers, tokens in itertools.product((1, 22, 28, 32, 61, 80), (100, 2048, 2560, 5120, 16384, 131072, 10**6)):
-        found, most = batch.layers_at_once(layers, tokens), max(1, batch.PART // tokens)
+        found, most = prefill_groups.layers_at_once(layers, tokens), max(1, prefill_groups.PART // tokens)
         parts = -(-layers // found)
         assert found <= most and parts == -(-layers // most)  # no more parts than it takes
         assert layers - (parts - 1) * found > 0
-    assert [batch.layers_at_once(layers, tokens) for layers, tokens in ((32, 2048), (32, 32768), (32, 2560), (61, 2560))] == [32, 2, 16, 21]
+    assert [prefill_groups.layers_at_once(layers, tokens) for layers, tokens in ((32, 2048), (32, 32768), (32, 2560), (61, 2560))] == [
+        32,
+        2,
+        16,
+        21,
+    ]
 
 
 def test_others_wait_until_a_share_of_the_rows_has_ended(model, draft, monkeypatch):
     r, seen, rounds = np.random.default_rng(0), [], Engine.rounds
     requests = [Request([1, 2, 3], dataclasses.replace(CONFIG, max_new_tokens=int(n)), KEY) for n in r.integers(4, 60, 16)]
     expected = outcome(run_batch(model, with_draft(requests, draft), batch_size=4))
-    monkeypatch.setattr(batch, "REFILL_SHARE", 1 / 2)
+    monkeypatch.setattr(slots, "REFILL_SHARE", 1 / 2)
     running = lambda state: int((np.asarray(state.status) == RUNNING).sum())
 
     def spied(self, state, *args):
@@ -446,8 +452,8 @@ def test_the_next_prompt_is_prefilled_before_the_host_looks_who_has_ended(model,
 
 def test_what_was_prepared_ahead_is_left_where_too_few_rows_have_ended(model, events, monkeypatch):
     """Two short prompts are prepared for the two rows of four after which a segment ends; but in the first segment only one ends."""
-    monkeypatch.setattr(batch, "TOGETHER", {"cpu": 2})
-    monkeypatch.setattr(batch, "REFILL_SHARE", 1 / 2)
+    monkeypatch.setattr(prefill_groups, "ROWS_PER_PREFILL", {"cpu": 2})
+    monkeypatch.setattr(slots, "REFILL_SHARE", 1 / 2)
     config = dataclasses.replace(CONFIG, draft="none", num_speculative_tokens=0, cache="full")
     requests = [Request([1 + i], dataclasses.replace(config, max_new_tokens=n), KEY) for i, n in enumerate((5, 100, 120, 120, 7, 8, 9))]
     found = outcome(run_batch(model, requests, batch_size=4))

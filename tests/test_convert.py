@@ -72,12 +72,16 @@ def test_the_draft_is_the_one_that_is_made_of_the_model(dtype, tmp_path, monkeyp
     source = write_checkpoint(tmp_path / "hf", hf_config(dtype=dtype, tie_word_embeddings=True), dtype=dtype)
     assert convert(source, tmp_path / "out", draft_bits=4).draft_bits == 4
     model = load_model(tmp_path / "out")
-    draft = drafts.make_draft("quantspec", model, directory=tmp_path / "out")
+    draft = drafts.make_draft("quantspec", model)
     expected = drafts.quantspec(load_model(source))
     assert (draft.step.view, draft.head_bits) == (expected.step.view, expected.head_bits)
     assert bits(stored_int4(tmp_path / "out", model)) == bits(draft.step.model) == bits(expected.step.model)
     assert sum(isinstance(weight, Int4Weight) for weight in draft.step.model.weights().values()) == 14
     assert jax.tree.structure(draft) == jax.tree.structure(expected)
+    (tmp_path / "out").rename(tmp_path / "moved")
+    with pytest.raises(InputError, match="out: no such directory, where the model was loaded from"):
+        drafts.make_draft("quantspec", model)
+    (tmp_path / "moved").rename(tmp_path / "out")
     if dtype == "float32":  # to compile the other takes twice as long, and says no more
         run, settings = generate, dict(max_new_tokens=9, num_speculative_tokens=3)
         found = [
@@ -116,7 +120,7 @@ for weights in others:
         inputs = "o_proj" in path or "down_proj" in path
         assert weight.sharding.shard_shape(weight.shape)[inputs] * (4 if weight.ndim > 1 else 1) == weight.shape[inputs], path
 model = load_model(sys.argv[2], mesh=mesh)
-draft = drafts.make_draft("quantspec", model, directory=sys.argv[2])
+draft = drafts.make_draft("quantspec", model)
 assert len(draft.step.model.layers[0].q_proj.weight.get_value().codes.sharding.device_set) == 4
 of = lambda draft: GenerationConfig(draft=draft, max_new_tokens=5, num_speculative_tokens=2)
 found = [generate(m, [[1, 2, 3]], config=of(d)).token_ids for m, d in ((model, draft), (load_model(sys.argv[1]), "quantspec"))]

@@ -11,8 +11,9 @@ from rich.console import Console
 from qspec_jax import demo, evaluate, plots
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
-from qspec_jax.decoding.batch import Result, run_batch
+from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.results import Result
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.quantspec import QuantSpecDraft
 from qspec_jax.errors import InputError

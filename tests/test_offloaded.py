@@ -22,7 +22,7 @@ from qspec_jax.caches.offloaded import OffloadedCache
 from qspec_jax.caches.prefill import embedded, through_layers
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.loading import load_model
-from qspec_jax.decoding import batch, capacity, host_residence
+from qspec_jax.decoding import capacity, host_residence, prefill_groups, slots
 from qspec_jax.decoding.batch import Request, run_batch
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import GenerationConfig
@@ -385,7 +385,7 @@ def test_host_memory_of_a_gpu(cache, draft):
     ],
 )
 def test_batches_on_a_gpu(cache, draft, dtype, monkeypatch):
-    monkeypatch.setattr(batch, "PAGED", ())  # or the rows on the device would have a pool, and another program
+    monkeypatch.setattr(slots, "PAGED", ())  # or the rows on the device would have a pool, and another program
     shape = dict(hidden_size=1024, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=128)
     model = random_model(dtype, vocab_size=4096, spread=0.03, tie_word_embeddings=False, **shape)
     made, found = make_draft(draft, model, int4=random_int4(model)), []
@@ -402,7 +402,7 @@ def test_batches_on_a_gpu(cache, draft, dtype, monkeypatch):
 def test_batches(monkeypatch):
     """Rows that end, and those that take their places, have the tokens that they have alone on the device; prompts in parts too, and of
     some layers on the device."""
-    monkeypatch.setattr(batch, "PART", 64)  # of a layer of the longest prompt
+    monkeypatch.setattr(prefill_groups, "PART", 64)  # of a layer of the longest prompt
     with jax.enable_x64(True):
         model, r = random_model("float64"), np.random.default_rng(3)
         prompts = random_prompts([41, 20, 7, 50, 33], seed=1)
@@ -430,8 +430,8 @@ def test_batches(monkeypatch):
 def test_rows_that_fit_settle_what_is_resident(lengths, free, resident, monkeypatch):
     """Prompts go through prefill at once or in parts: with the layers on the device that all rows leave room for, which nobody knew when
     the first program was compiled."""
-    monkeypatch.setattr(batch, "PART", 128)
-    monkeypatch.setattr(batch, "PAGED", ("cpu",))
+    monkeypatch.setattr(prefill_groups, "PART", 128)
+    monkeypatch.setattr(slots, "PAGED", ("cpu",))
     monkeypatch.setattr(host_residence, "free_bytes", lambda: free)
     monkeypatch.setattr(capacity, "free_bytes", lambda mesh=None: 1 << 40)
     far, replace = [], Engine.replace

@@ -8,9 +8,9 @@ import pytest
 
 from qspec_jax import demo
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
-from qspec_jax.decoding.batch import Result
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.jsonl import Line, as_line, as_wrong, read_lines
+from qspec_jax.decoding.results import Result
 
 CONFIG = GenerationConfig(max_new_tokens=9, temperature=0.3)
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"

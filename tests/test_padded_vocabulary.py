@@ -71,7 +71,7 @@ def test_without_a_tokenizer_nothing_says_what_is_padding(loud):
 def test_a_draft_that_is_padded_otherwise_drafts_the_same(size, reads, folders):
     """It is the target but for the padding, so that every draft is accepted."""
     target = load_model(folders[PADDED])
-    draft = make_draft(f"small-model:model={folders[size]},reads={reads}", target, directory=folders[PADDED])
+    draft = make_draft(f"small-model:model={folders[size]},reads={reads}", target)
     config = dataclasses.replace(GREEDY, cache="full", draft=f"small-model:model={folders[size]}")
     out = generate(target, [PROMPT], config=with_draft(config, draft), tokenizer=TOKENIZER)
     assert (

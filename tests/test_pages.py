@@ -19,7 +19,7 @@ from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE, ChosenTokens,
 from qspec_jax import drafts
 from qspec_jax.caches.hierarchical import HierarchicalCache
 from qspec_jax.checkpoints.loading import load_model
-from qspec_jax.decoding import batch
+from qspec_jax.decoding import prefill_groups, slots
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.pages import PagePool
@@ -146,9 +146,9 @@ def test_results_do_not_depend_on_pages_slots_and_neighbours(directory, monkeypa
         draft, requests = drafts.quantspec(model), some_requests(9)
         expected = outcome(run_batch(model, with_draft(requests, draft), batch_size=1))
         for pool, together, share in ((AnyOrder, 1, 1 / 16), (Small, 2, 2 / 3)):
-            monkeypatch.setattr(batch, "PagePool", pool)
-            monkeypatch.setattr(batch, "TOGETHER", {"cpu": together})
-            monkeypatch.setattr(batch, "REFILL_SHARE", share)  # with 2 / 3 of the rows two are prepared ahead
+            monkeypatch.setattr(slots, "PagePool", pool)
+            monkeypatch.setattr(prefill_groups, "ROWS_PER_PREFILL", {"cpu": together})
+            monkeypatch.setattr(slots, "REFILL_SHARE", share)  # with 2 / 3 of the rows two are prepared ahead
             found = outcome(run_batch(model, with_draft([requests[i] for i in order], draft), batch_size=3))
             assert alike(found, range(9)) == alike(expected, order)
 

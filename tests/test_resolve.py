@@ -14,11 +14,12 @@ import runs
 from qspec_jax.bench.architectures import architecture, random_int4, random_model
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.cli import batch as batch_command
-from qspec_jax.decoding.batch import BatchStats, Request, run_batch
+from qspec_jax.decoding.batch import Request, run_batch
 from qspec_jax.decoding.config import GAMMA, GenerationConfig
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.limits import DRAFT_COST, make_limits
 from qspec_jax.decoding.resolve import fill_draft_costs, resolve_auto_draft
+from qspec_jax.decoding.results import BatchStats
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.registry import USUAL
 from qspec_jax.errors import InputError

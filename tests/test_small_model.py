@@ -239,7 +239,7 @@ def test_tokens_of_other_ids(model, small, tmp_path):
     ordinary = sorted(set(vocabulary) - {token["content"] for token in content["added_tokens"]}, key=vocabulary.get)
     changed(*ordinary[100:102])
     with pytest.raises(InputError, match=f"token {vocabulary[ordinary[101]]} is .* a draft needs the target's vocabulary"):
-        make_draft(f"small-model:model={draft}", model, directory=target)
+        make_draft(f"small-model:model={draft}", load_model(target))
 
 
 def test_command_lines(run, fails, directory, tmp_path):

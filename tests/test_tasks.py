@@ -8,7 +8,7 @@ import random
 import pytest
 
 from qspec_jax import plots
-from qspec_jax.decoding.batch import Result
+from qspec_jax.decoding.results import Result
 from qspec_jax.decoding.text import text_of
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import answers, needle, tasks

@@ -157,7 +157,7 @@ def test_stored_drafts(checkpoint, eight, tmp_path, caplog):
     for count in (1, 4, 8):
         mesh = None if count == 1 else model_mesh(eight[:count])
         model = load_model(tmp_path / "out", mesh=mesh)
-        draft = make_draft("quantspec", model, directory=tmp_path / "out")
+        draft = make_draft("quantspec", model)
         weights = draft.step.model.weights()
         codes = weights["layers.0.down_proj.weight"].codes
         assert codes.sharding.shard_shape(codes.shape)[1] * count == codes.shape[1]

@@ -8,7 +8,8 @@ import jax
 
 from qspec_jax import CacheConfig, Generation, GenerationConfig, InputError, Request, Stream, generate, load, make_draft, run_batch, stream
 from qspec_jax.caches.cache import Cache
-from qspec_jax.decoding.batch import BatchRun, Result
+from qspec_jax.decoding.batch import BatchRun
+from qspec_jax.decoding.results import Result
 from qspec_jax.drafts.draft import Draft, Proposal, Round, State
 
 

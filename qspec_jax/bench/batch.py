@@ -16,12 +16,14 @@ from rich.text import Text
 from tqdm import tqdm
 
 from qspec_jax.bench.simulated import SimulatedGreedy
-from qspec_jax.decoding.batch import BatchStats, layers_at_once, run_batch
+from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.limits import make_limits
+from qspec_jax.decoding.prefill_groups import layers_at_once
 from qspec_jax.decoding.prepare import Prepared, prepare
 from qspec_jax.decoding.requests import Request
+from qspec_jax.decoding.results import BatchStats
 from qspec_jax.decoding.sampling import Sampler, make_sampler
 from qspec_jax.drafts.step_bytes import bytes_in_loop, bytes_of
 from qspec_jax.errors import InputError

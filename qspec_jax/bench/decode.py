@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Self
 
 import jax
@@ -82,14 +81,13 @@ def run(
     beside: Sequence[DecodeRow] = (),
     repeats: int = 20,
     seed: int = 0,
-    directory: str | Path | None = None,
     progress: bool | None = None,
 ) -> DecodeReport:
     """Measures every method at every context and batch size, those that draft with each gamma, greedy, on random prompts.
 
     int4: makes the model with INT4 weights. rates: simulated acceptance at each context; None verifies for real. inner_rate: that of the
     level below, in a draft that itself verifies; None: the same. batch_sizes: ascending. beside: rows of other programs, to compare with.
-    directory: where the model was loaded from, see `make_draft`. progress: a bar on standard error; None where that is a terminal. A method
+    progress: a bar on standard error; None where that is a terminal. A method
     that fails (for want of memory, say) gets a row that says so.
     """
     rows = []
@@ -106,7 +104,6 @@ def run(
             bar.set_description(f"{context:,} tokens: compiling")
             found = []
             settings = dict(rate=rates[context] if rates else None, inner_rate=inner_rate, seed=seed, bandwidth=bandwidth, repeats=repeats)
-            settings["directory"] = directory
             for row in measure(model, int4, cases, prompt.tolist(), max_new_tokens, batch_sizes=batch_sizes, **settings):
                 found.append(row)
                 if progress is not False:
@@ -151,7 +148,6 @@ def measure(
     seed: int = 0,
     bandwidth: Bandwidth | None = None,
     repeats: int = 20,
-    directory: str | Path | None = None,
 ) -> Iterator[DecodeRow]:
     """Measures each case with each batch size after these prompts of one length, and yields its row; a case that fails (for want of memory,
     say) gets a row too.
@@ -159,11 +155,11 @@ def measure(
     First the drafts are made, which all stay; then, for one batch size after the other, all programs are compiled, side by side.
     batch_sizes: ascending; a prompt is read once and its row repeated. Where a case does not fit the memory, it is skipped with more rows.
     rate, inner_rate: simulated acceptance, see `run`; None verifies for real. bandwidth: with which the steps are measured too,
-    `repeats` times. directory: where the model was loaded from, see `make_draft`. Raises InputError for an inner rate that no draft uses.
+    `repeats` times. Raises InputError for an inner rate that no draft uses.
     """
 
     def make(case: Case) -> Draft | None:
-        draft = make_draft(case.method.draft, model, int4=int4, directory=directory)
+        draft = make_draft(case.method.draft, model, int4=int4)
         config = dataclasses.replace(config_of(case, max_new_tokens), draft=draft or NONE)
         return jax.block_until_ready(prepare(model, prompts, config=config, key=key_of(seed)).draft)
 

@@ -7,7 +7,6 @@ slows all of them alike. It runs what users run: `generate`, with `auto` as it s
 import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import jax
 from rich.console import Group
@@ -94,7 +93,6 @@ def run(
     gamma: int | None = None,
     max_new_tokens: int = 128,
     turns: int = 7,
-    directory: str | Path | None = None,
     progress: bool | None = None,
 ) -> DraftsReport:
     """Decodes greedily after a prompt with each draft, in turns; a first turn, which compiles, does not count.
@@ -109,14 +107,13 @@ def run(
         gamma: drafts of a round; None for each draft's default.
         max_new_tokens: tokens that each decode adds.
         turns: how many.
-        directory: where the model was loaded from, see `make_draft`.
         progress: a bar on standard error; None where that is a terminal.
     """
     shared = dict(max_new_tokens=max_new_tokens, num_speculative_tokens=gamma, ignore_eos=True)
 
     def way(draft: str, cache: str | None) -> _Way:
         (config,) = resolve_auto_draft(model, [GenerationConfig(draft=draft, cache=cache, **shared)], [len(prompt)], batch=1)
-        made = make_draft(config.draft, model, int4=int4, directory=directory)
+        made = make_draft(config.draft, model, int4=int4)
         return _Way(draft, config, prepare(model, [prompt], config=dataclasses.replace(config, draft=made or NONE)))
 
     drafted = [way(draft, cache) for draft in dict.fromkeys(drafts)]

@@ -81,13 +81,12 @@ def run(
     texts: int,
     calibrate: bool,
     seed: int = 0,
-    directory: str | Path | None = None,
     progress: bool | None = None,
 ) -> EndToEndReport:
     """Measures every method at every context and temperature, those that draft with each gamma. The first is the baseline.
 
     stream: real text, as token ids. texts: how many of each context, fewer where the stream has no more; they are decoded one after the
-    other and walked as a batch. directory: where the model was loaded from, see `make_draft`. progress: a bar on standard error;
+    other and walked as a batch. progress: a bar on standard error;
     None where that is a terminal. Raises InputError where the stream or the model's positions are too few for a context; what fails later
     gets a row that says so.
     """
@@ -111,14 +110,14 @@ def run(
             int4 = functools.cache(functools.partial(int4_model, model, calibration=calibration, progress=False))
 
             def make(draft: str, gamma: int, int4=int4, prompts=prompts) -> Draft:
-                made = make_draft(draft, model, int4=int4, directory=directory)
+                made = make_draft(draft, model, int4=int4)
                 return prepare(model, prompts, config=dataclasses.replace(make_config(0, gamma), draft=made)).draft
 
             for temperature in temperatures:
                 bar.set_description(f"{context:,} tokens, temperature {temperature:g}")
                 cases = [Case(method, gamma, temperature) for method, gamma in decoded]
                 decodes = []
-                for row in decode.measure(model, int4, cases, prompts, max_new_tokens, seed=seed, directory=directory):
+                for row in decode.measure(model, int4, cases, prompts, max_new_tokens, seed=seed):
                     decodes.append(row)
                     tell(row, row.method, f"{row.tokens_per_second or 0:,.1f} tokens/s")
                     bar.update()

@@ -37,7 +37,7 @@ from qspec_jax.cli.options import (
     written_by_first,
 )
 from qspec_jax.decoding import processes
-from qspec_jax.decoding.batch import BatchStats, run_batch
+from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.data_parallel import Place
 from qspec_jax.decoding.journal import REVISION, Journal, kept, run_hashes, written
@@ -46,6 +46,7 @@ from qspec_jax.decoding.out_of_memory import explained_memory
 from qspec_jax.decoding.prepare import ROWS_OF_AUTO, Prepared, prepare
 from qspec_jax.decoding.ray_data import cluster_gpus, connect, through_actors
 from qspec_jax.decoding.resolve import resolve_auto_draft
+from qspec_jax.decoding.results import BatchStats
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.draft import checkpoints_of
 from qspec_jax.drafts.int4 import has_stored_int4

@@ -312,7 +312,7 @@ def bench_decode(
             make_int4 = lambda: random_int4(network)
         else:
             network, _ = load(model, None, quiet=as_json, place=place)
-            make_int4 = lambda: int4_model(network, directory=model)
+            make_int4 = lambda: int4_model(network)
         report = decode.run(
             name if layers is None else f"{name}, {layers} of {architecture(arch).num_layers} layers",
             network,
@@ -327,7 +327,6 @@ def bench_decode(
             beside=beside,
             repeats=repeats,
             seed=seed,
-            directory=model,
             progress=False if as_json else None,
         )
         show(report, decode_report.table, output, write, as_json=as_json)
@@ -393,7 +392,7 @@ def bench_batch(
             network, tokenizer = load(model, dtype, quiet=as_json)
             int4 = stored_int4(model, network)
             sources = [tokenizer(read_text(path))["input_ids"] for path in file or corpus.held_out_files()]
-        made = make_draft(config.draft, network, int4=int4, directory=model if arch is None else None)
+        made = make_draft(config.draft, network, int4=int4)
         config = dataclasses.replace(config, draft=made or NONE)
         requests = batch.make_requests(sources, prompts, lengths, new, config, seed=seed)
         report = batch.run(
@@ -460,12 +459,11 @@ def bench_drafts(
             make_int4 = lambda: random_int4(network)
             log.warning("random weights: what drafts accept of them means nothing")
         else:
-            directory = model or demo.MODEL
-            network, tokenizer = load(directory, dtype, quiet=as_json)
+            network, tokenizer = load(model or demo.MODEL, dtype, quiet=as_json)
             words = token_stream(tokenizer, map(read_text, file or corpus.held_out_files()))[:context]
             if len(words) < context:
                 raise InputError(f"--context {context}: the text has {len(words)} tokens")
-            make_int4 = lambda: int4_model(network, directory=directory)
+            make_int4 = lambda: int4_model(network)
         report = drafts_bench.run(
             arch or str(model or "the embedded model"),
             network,
@@ -476,7 +474,6 @@ def bench_drafts(
             gamma=num_speculative_tokens,
             max_new_tokens=max_new_tokens,
             turns=repeats,
-            directory=None if arch else model or demo.MODEL,
             progress=False if as_json else None,
         )
         show(report, drafts_bench.table, output, write, as_json=as_json)
@@ -567,7 +564,6 @@ def bench_end_to_end(
             texts=texts,
             calibrate=calibrate,
             seed=seed,
-            directory=model,
             progress=False if as_json else None,
         )
         show(report, end_to_end.table, output, write, as_json=as_json)

@@ -165,7 +165,7 @@ def acceptance_command(
     # What is wrong with a draft is found before any is measured.
     quantized = functools.partial(int4_model, network, progress=False if as_json else None)
     of_texts = lambda prompts: functools.partial(quantized, calibration=prompts if calibrate else None)
-    make = lambda chosen, prompts: _made(chosen, network, of_texts(prompts), model or demo.MODEL)
+    make = lambda chosen, prompts: _made(chosen, network, of_texts(prompts))
     drafts, with_int4 = make(chosen_drafts, runs[0][1])
     for _, prompts, configs in runs:
         for made in drafts.values():
@@ -225,14 +225,11 @@ def acceptance_command(
         acceptance.plot(report, plot)
 
 
-def _made(
-    chosen: dict[str, DraftSettings], model: Llama, int4: Callable[[], Llama], directory: str | Path
-) -> tuple[dict[str, Draft], list[str]]:
-    """The drafts by their names, and the names of those that asked for INT4 weights, which are made when the first does. directory: where
-    the model is from."""
+def _made(chosen: dict[str, DraftSettings], model: Llama, int4: Callable[[], Llama]) -> tuple[dict[str, Draft], list[str]]:
+    """The drafts by their names, and the names of those that asked for INT4 weights, which are made when the first does."""
     int4, made, asked = functools.cache(int4), {}, []
     for name, settings in chosen.items():
-        made[name] = make_draft(settings, model, int4=lambda name=name: asked.append(name) or int4(), directory=directory)
+        made[name] = make_draft(settings, model, int4=lambda name=name: asked.append(name) or int4())
     return made, list(dict.fromkeys(asked))
 
 
@@ -425,8 +422,8 @@ def needle_command(
     sizes, shares = number_list("--lengths", lengths, int), number_list("--depths", depths, float)
     if plot:
         plots.check(plot, None)
-    directory, progress = model or demo.MODEL, False if as_json else None
-    network, tokenizer = load(directory, dtype or (None if model else demo.dtype()), quiet=as_json, caches=caches)
+    progress = False if as_json else None
+    network, tokenizer = load(model or demo.MODEL, dtype or (None if model else demo.dtype()), quiet=as_json, caches=caches)
     report = needle.run(
         network,
         tokenizer,
@@ -437,7 +434,6 @@ def needle_command(
         methods=methods,
         seed=seed,
         batch_size=batch_size,
-        directory=directory,
         progress=progress,
     )
     show(report, needle.table, None, sys.stdout.write, as_json=as_json)
@@ -477,9 +473,9 @@ def tasks_command(
     if plot:
         plots.check(plot, output)
     texts = [read_text(path) for path in file or corpus.held_out_files()]
-    directory, progress = model or demo.MODEL, False if as_json else None
+    progress = False if as_json else None
     with output_to(output) as write:
-        network, tokenizer = load(directory, dtype or (None if model else demo.dtype()), quiet=as_json, caches=caches)
+        network, tokenizer = load(model or demo.MODEL, dtype or (None if model else demo.dtype()), quiet=as_json, caches=caches)
         report = text_tasks.run(
             str(model or "the embedded model"),
             network,
@@ -488,7 +484,6 @@ def tasks_command(
             text_tasks.Settings(length, samples, max_new_tokens, tasks=names, depths=shares, seed=seed),
             methods,
             batch_size=batch_size,
-            directory=directory,
             progress=progress,
         )
         show(report, text_tasks.table, output, write, as_json=as_json)

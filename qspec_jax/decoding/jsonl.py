@@ -9,13 +9,13 @@ from typing import Any
 
 import jax
 
-from qspec_jax.decoding.batch import Result
 from qspec_jax.decoding.chat import chat_tokens, hint_at_chat
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.openai_lines import KEYS as OPENAI_KEYS
 from qspec_jax.decoding.openai_lines import Call, as_own, in_openai_names, is_openai
 from qspec_jax.decoding.requests import Request, check_draft_room, check_settings, checked_prompt
+from qspec_jax.decoding.results import Result
 from qspec_jax.decoding.text import encoded
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.errors import InputError

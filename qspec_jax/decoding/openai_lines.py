@@ -8,8 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qspec_jax.decoding.batch import Result
 from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.results import Result
 from qspec_jax.errors import InputError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -21,12 +21,13 @@ import numpy as np
 
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
-from qspec_jax.decoding.batch import Result, run_batch
+from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.journal import kept
 from qspec_jax.decoding.jsonl import KEYS, OPENAI_KEYS, Columns, Line, LineReader, as_line, as_wrong, error_of, is_whole
 from qspec_jax.decoding.prepare import ROWS_OF_AUTO
 from qspec_jax.decoding.resolve import resolve_auto_draft
+from qspec_jax.decoding.results import Result
 from qspec_jax.drafts.registry import make_draft
 from qspec_jax.errors import InputError, one_line
 from qspec_jax.files import to_json
@@ -79,7 +80,7 @@ class Predictor:
         # By model, settings and device alone: a row's result must not depend on the rows that it is handed over with.
         (config,) = resolve_auto_draft(self.model, [config or GenerationConfig()], None, batch=batch_size or ROWS_OF_AUTO)
         if config.num_speculative_tokens and config.speculative:
-            config = dataclasses.replace(config, draft=make_draft(config.draft, self.model, directory=directory))
+            config = dataclasses.replace(config, draft=make_draft(config.draft, self.model))
         self.reader = LineReader(self.model, self.tokenizer, config, seed, columns)
 
     def __call__(self, rows: Mapping[str, np.ndarray]) -> dict[str, Any]:

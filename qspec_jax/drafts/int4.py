@@ -11,6 +11,7 @@ from pallas_kernels.formats.weights import Int4Weight
 from qspec_jax.checkpoints import converted
 from qspec_jax.checkpoints.huggingface import load_config
 from qspec_jax.checkpoints.tensor_names import weight_shapes
+from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.placement import Placement
 from qspec_jax.models.sharding import MODEL, mesh_of, weight_sharding
@@ -23,17 +24,25 @@ log = logging.getLogger(__name__)
 def int4_model(
     model: Llama,
     *,
-    directory: str | Path | None = None,
     calibration: Sequence[Sequence[int]] | None = None,
     progress: bool | None = None,
 ) -> Llama:
     """The model with INT4 linear layers; all else is the same arrays, not copies.
 
-    calibration: texts (token ids) for which the weights should err least, see calibration.py; without, they are those stored in a converted
-    directory that the model was loaded from, or rounded to nearest. Raises InputError where a directory cannot be read.
+    Args:
+        model: the model.
+        calibration: token ids of texts for which the weights should err least, see calibration.py. None: the weights that are stored in the
+            converted directory that the model was loaded from, or its own, rounded to nearest.
+        progress: a bar on standard error; None shows it on a terminal.
+
+    Raises:
+        InputError: for a directory that cannot be read, or is not there any more.
     """
     if calibration is not None:
         return quantize_linears_for(model, calibration, progress=progress)
+    directory = model.origin.directory
+    if directory is not None and not directory.is_dir():
+        raise InputError(f"{directory}: no such directory, where the model was loaded from")
     found = None if directory is None else stored_int4(directory, model)
     return quantize_linears(model) if found is None else found
 

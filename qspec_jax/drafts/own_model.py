@@ -49,6 +49,6 @@ def own_model(checkpoint: str, target: Llama, *, weight_bits: int) -> Llama:
         return outline(load_config(checkpoint), int4=weight_bits == 4)
     directory = local(checkpoint)
     model = load_model(directory, dtype=target.dtype.name)
-    model = int4_model(model, directory=directory) if weight_bits == 4 else model
+    model = int4_model(model) if weight_bits == 4 else model
     mesh = mesh_of(target.weights())
     return model if mesh is None else jax.device_put(model, NamedSharding(mesh, PartitionSpec()))

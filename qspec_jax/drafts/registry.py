@@ -6,7 +6,6 @@ A further draft is a file beside this one, and an entry here.
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from qspec_jax.checkpoints.tokenizers import check_same_tokens
 from qspec_jax.drafts.chunk_means import ChunkMeansSettings
@@ -130,26 +129,31 @@ def make_draft(
     model: Llama,
     *,
     int4: Llama | Callable[[], Llama] | None = None,
-    directory: str | Path | None = None,
     calibration: Sequence[Sequence[int]] | None = None,
     progress: bool | None = None,
 ) -> Draft | None:
-    """The draft of a model by its text or settings; None without one.
+    """The draft of a model by its text or settings; None for "none".
 
-    int4: the model with INT4 weights, or what makes it; without it directory, calibration and progress say where they come from, see
-    `int4_model`; a draft that does not want such weights has nothing to calibrate, and this is logged. directory: where the model was
-    loaded from; its tokens and those of a draft's own model should be the same. Raises InputError as `parse_draft` does, for a
-    setting that is out of range, and for a checkpoint that a draft cannot use.
+    Args:
+        draft: the text NAME[:SETTING=VALUE,...], or settings.
+        model: the target.
+        int4: the model with INT4 weights, or a function that makes it. None: the weights that are stored with the model, or its own,
+            rounded (`int4_model`).
+        calibration: token ids of texts for which INT4 weights are rounded. It is logged if the draft has no such weights.
+        progress: a bar on standard error while weights are rounded; None shows it on a terminal.
+
+    Raises:
+        InputError: as `parse_draft` and `int4_model` do, for a setting that is out of range, and for a checkpoint that a draft cannot use,
+            such as one with other tokens than the checkpoint that the model was loaded from.
     """
     settings = parse_draft(draft) if isinstance(draft, str) else draft
     if settings is None:
         return None
-    directory = model.origin.directory if directory is None else directory
-    for checkpoint in checkpoints_of(settings) if directory is not None else ():
-        check_same_tokens(checkpoint, directory)
+    for checkpoint in checkpoints_of(settings) if model.origin.directory is not None else ():
+        check_same_tokens(checkpoint, model.origin.directory)
     if int4 is None:
         asked = []
-        quantized = lambda: int4_model(model, directory=directory, calibration=calibration, progress=progress)
+        quantized = lambda: int4_model(model, calibration=calibration, progress=progress)
         made = settings.make(model, lambda: asked.append(settings) or quantized())
         if calibration is not None and not asked:
             name = next((name for name, kind in DRAFTS.items() if type(settings) is kind), settings)

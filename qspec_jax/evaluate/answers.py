@@ -8,9 +8,10 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from qspec_jax.decoding.batch import Result, run_batch
+from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import AUTOREGRESSIVE, SPECACHE, GenerationConfig, fitting
 from qspec_jax.decoding.requests import Request
+from qspec_jax.decoding.results import Result
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.registry import NONE
 from qspec_jax.errors import InputError

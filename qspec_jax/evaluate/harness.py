@@ -272,7 +272,7 @@ class QspecLM(TemplateLM):
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         asked = [self._request(i, *request.args) for i, request in enumerate(requests)]
         if self._draft is None and self.config.speculative:
-            self._draft = make_draft(self.config.draft, self.model, directory=self.directory)
+            self._draft = make_draft(self.config.draft, self.model)
         if self._draft is not None:
             asked = [dataclasses.replace(each, config=dataclasses.replace(each.config, draft=self._draft)) for each in asked]
         texts: dict[int, str] = {}

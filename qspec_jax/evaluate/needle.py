@@ -220,12 +220,11 @@ def run(
     seed: int = 0,
     batch_size: int = 4,
     int4: Llama | None = None,
-    directory: str | Path | None = None,
     progress: bool | None = None,
 ) -> NeedleReport:
     """Scores every method on the same prompts, `samples` for each length and depth.
 
-    int4: the model with INT4 weights for drafts, made here if not given. directory: where the model was loaded from, see `make_draft`.
+    int4: the model with INT4 weights for drafts, made here if not given.
     progress: None shows a bar on a terminal. Raises InputError as `check`, `make_prompt` and `make_draft` do, and for samples below 1.
     """
     prompts = _prompts(model, tokenizer, lengths, depths, samples, style, seed)
@@ -234,7 +233,7 @@ def run(
         total=len(methods) * len(prompts) * samples, desc="needle", unit="prompt", disable=None if progress is None else not progress
     ) as bar:
         for method in methods:
-            draft = make_draft(method.draft, model, int4=int4, directory=directory)
+            draft = make_draft(method.draft, model, int4=int4)
             of_method = []
             for length in lengths:
                 # One length at a time, so that a short prompt has no longer a cache than it needs.

@@ -22,9 +22,9 @@ from rich.text import Text
 from tqdm import tqdm
 
 from qspec_jax import plots
-from qspec_jax.decoding.batch import Result
 from qspec_jax.decoding.config import AUTOREGRESSIVE
 from qspec_jax.decoding.requests import check_length
+from qspec_jax.decoding.results import Result
 from qspec_jax.decoding.text import text_of
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.registry import NONE
@@ -188,10 +188,9 @@ def run(
     methods: Sequence[Method],
     *,
     batch_size: int = 4,
-    directory: str | Path | None = None,
     progress: bool | None = None,
 ) -> TasksReport:
-    """Scores every method on the same samples. name: the model's, for the report. directory: where it was loaded from, see `make_draft`.
+    """Scores every method on the same samples. name: the model's, for the report.
     progress: None shows a bar on a terminal. Raises InputError as `make_samples`, `make_draft` and `answers.check` do."""
     new = settings.max_new_tokens
     check(model, [settings.length], settings.depths, new)
@@ -200,7 +199,7 @@ def run(
     prompts, answers = [sample.prompt for sample in asked], {}
     with tqdm(total=len(methods) * len(asked), desc="tasks", unit="prompt", disable=None if progress is None else not progress) as bar:
         for method in methods:
-            draft = make_draft(method.draft, model, directory=directory)
+            draft = make_draft(method.draft, model)
             answers[method] = answers_of(model, tokenizer, prompts, method, new, batch_size=batch_size, draft=draft, bar=bar)
     scores = {method: [score(*pair) for pair in zip(asked, answers[method])] for method in methods}
     full = next((method for method in methods if method.cache == FULL), None)
