@@ -106,7 +106,7 @@ def test_requests_are_log_uniform_and_of_their_seed():
         (["--arch", "tiny", "--dtype", "float32"], "--dtype"),
         (["--arch", "tiny", "--gamma", "0"], "--gamma"),
         (["--arch", "tiny", "--draft", "specache", "--gamma", "2"], "(gamma) 2 should be 1"),
-        (["--arch", "tiny", "--draft", "auto"], "for other commands, name a draft"),
+        (["--arch", "tiny", "--draft", "auto"], "name a draft here"),
         (["--arch", "tiny", "--simulate-ratio", "0.9", "--temperature", "1"], "--simulate-ratio"),
     ],
 )

@@ -90,7 +90,7 @@ def test_of_the_command(run, fails, directory, tmp_path, caplog):
     with caplog.at_level("INFO", "qspec_jax.decoding.capacity"):
         code, out, _ = run("batch", lines, tmp_path / "out.jsonl", *flags, "--batch-size", "auto", "--json")
     assert code == 0 and json.loads(out)["batch_size"] == 2
-    assert "2 rows, for this device does not say how much memory it has" in caplog.text
+    assert "2 rows, since this device does not report its memory" in caplog.text
     for wrong in ("0", "-1", "1.5", "many", "²", "99999999"):
         fails(["batch", lines, tmp_path / "out.jsonl", *flags, f"--batch-size={wrong}"], f"--batch-size {wrong} should be a whole number")
 
