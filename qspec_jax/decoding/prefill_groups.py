@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +76,11 @@ class PrefillGroups:
 
     def compile_ahead(self, slots: int) -> None:
         """Compiles the programs for prompts of all lengths side by side, in a fraction of the time. slots: rows of the batch."""
-        of_length = lambda indices: {bucket(len(self.requests[index].tokens)): index for index in indices}.values()
+
+        def of_length(indices: Iterable[int]) -> Iterable[int]:
+            """One request of each length of compiled prompts."""
+            return {bucket(len(self.requests[index].tokens)): index for index in indices}.values()
+
         short = list(filter(self.is_short, range(len(self.requests))))
         prefills = [[index] for index in of_length(range(len(self.requests)))]
         if 1 < self.together <= min(slots, len(short)):

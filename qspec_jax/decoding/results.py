@@ -68,7 +68,10 @@ class BatchStats:
         tokens_per_second counts the seconds of prefill and decoding. busy_slots is busy over slot rounds; the ideal is 1.
         draft_acceptance_rate is accepted over drafted tokens.
         """
-        divided = lambda part, whole: part / whole if whole else None
+
+        def divided(part: float, whole: float) -> float | None:
+            return part / whole if whole else None
+
         return {
             "tokens_per_second": divided(self.new_tokens, self.prefill_s + self.decode_s),
             "busy_slots": divided(self.busy_rounds, self.slot_rounds),
