@@ -90,11 +90,14 @@ def check_settings(owner: str, settings: Any) -> None:
 
 
 def described(settings: type) -> Iterator[tuple[str, str, str]]:
-    """The name of each setting of a class, the text of its default, and its description with the values that it takes."""
+    """The name of each setting of a class, the text of its default, and its description with the values that it takes, in Markdown."""
     for field in ordered_fields(settings):
-        default = field.default if isinstance(field.default, str) else f"{field.default:g}" if TYPES.get(field.type) else ""
-        values = field.metadata.get("takes") or str(field.metadata.get("values", ""))
-        yield field.name, default, field.metadata.get("description", "") + (f" {values[0].upper()}{values[1:]}." if values else "")
+        default, values = field.default, field.metadata.get("values", Values())
+        shown = default if isinstance(default, str) else f"{default:g}" if isinstance(default, int | float) else ""
+        choices = [f"`{choice}`" for choice in values.choices]
+        takes = field.metadata.get("takes") or str(dataclasses.replace(values, choices=tuple(choices)))
+        description = field.metadata.get("description", "")
+        yield field.name, shown, f"{description} {takes[0].upper()}{takes[1:]}." if takes else description
 
 
 def ordered_fields(settings: type | None) -> list[dataclasses.Field]:

@@ -9,7 +9,6 @@ import pytest
 
 from qspec_jax.bench import batch
 from qspec_jax.bench.batch import make_requests
-from qspec_jax.cli import main
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.state import DecodeState
 from qspec_jax.errors import InputError
@@ -63,16 +62,6 @@ def test_memory_in_use_is_told_where_the_device_says(run, one_layer, monkeypatch
     assert code == 0 and re.search(r"In use at most 3\.21 GB, of which weights, draft and what refilled rows held 0\.0\d GB\.", words)
 
 
-def test_specache_makes_one_guess_a_round(monkeypatch):
-    """Without --gamma, as for other commands."""
-    asked = []
-    monkeypatch.setattr(batch, "make_requests", lambda sources, prompts, lengths, new, config, **_: asked.append(config) or 1 / 0)
-    for draft in ("specache", "quantspec"):
-        with pytest.raises(ZeroDivisionError):
-            main(["bench", "batch", "--arch", "tiny", *map(str, SIZES), "--draft", draft])
-    assert [(config.cache, config.num_speculative_tokens) for config in asked] == [("specache", 1), (None, 4)]
-
-
 def test_requests_are_log_uniform_and_of_their_seed():
     source = list(range(3000))
     make = lambda seed: make_requests([source], 400, (16, 2048), (16, 512), GenerationConfig(draft="quantspec"), seed=seed)
@@ -105,7 +94,6 @@ def test_requests_are_log_uniform_and_of_their_seed():
         (["--arch", "tiny", "--file", "x"], "--file"),
         (["--arch", "tiny", "--dtype", "float32"], "--dtype"),
         (["--arch", "tiny", "--gamma", "0"], "--gamma"),
-        (["--arch", "tiny", "--draft", "specache", "--gamma", "2"], "(gamma) 2 should be 1"),
         (["--arch", "tiny", "--draft", "auto"], "name a draft here"),
         (["--arch", "tiny", "--simulate-ratio", "0.9", "--temperature", "1"], "--simulate-ratio"),
     ],

@@ -240,7 +240,6 @@ def test_a_trained_model(run, shallow):
         (["--file", "no/such/file"], ["no/such/file"]),
         (["--plot", "speed.txt"], ["speed.txt", ".png"]),
         (["--texts", 0], ["--texts"]),
-        (["--draft", "quantspec", "--draft", "specache"], ["--draft specache: there is nothing to accept of a guess"]),
     ],
 )
 def test_bad_flags(fails, directory, file, flags, words):

@@ -486,7 +486,7 @@ WITHOUT_GROUPS, WITHOUT_TOKENS = ("full", "full:host=all", "kivi"), ("h2o:heavy=
         ("combine:prompt-lookup+snapkv", WITHOUT_TOKENS),
     ],
 )
-def test_a_draft_and_a_cache_that_do_not_go_together(draft, refused):
+def test_a_draft_and_a_cache_that_are_not_compatible(draft, refused):
     for cache in ("int8", "int8:host=lower", "int8:host=all", *WITHOUT_GROUPS, *WITHOUT_TOKENS):
         if cache not in refused:
             GenerationConfig(draft=draft, cache=cache)
@@ -494,14 +494,9 @@ def test_a_draft_and_a_cache_that_do_not_go_together(draft, refused):
         with pytest.raises(InputError) as error:
             GenerationConfig(draft=draft, cache=cache)
         words = str(error.value)
-        assert words.startswith(f"draft {draft} ") and f"and cache {cache} with draft quantspec, " in words and "\n" not in words
-        assert ("it goes with cache int8, " in words) == (cache in WITHOUT_GROUPS or "groups" in words)
+        assert words.startswith(f"draft {draft} ") and f"and drafts for cache {cache} quantspec, " in words and "\n" not in words
+        assert ("compatible caches are int8, " in words) == (cache in WITHOUT_GROUPS or "groups" in words)
         assert GenerationConfig(draft=draft, cache=cache, num_speculative_tokens=0).cache == cache  # which never asks the draft
-
-
-def test_the_guess_of_specache_goes_with_no_other_draft():
-    with pytest.raises(InputError, match="specache goes with no other draft"):
-        GenerationConfig(draft="combine:prompt-lookup+specache")
 
 
 def test_an_empty_cache_is_none():

@@ -35,7 +35,7 @@ from qspec_jax.models.viewed import ViewedModel
 
 G = 4
 SAMPLERS = [{"temperature": 1.0}, {"temperature": 1.2}, {"temperature": 0.7, "top_k": 3}, {"temperature": 1.0, "top_p": 0.8}]
-SPARSE = "sparse:budget=0.2,least_groups=2"
+SPARSE = "sparse:budget=0.2,min_groups=2"
 CONFIG = GenerationConfig(max_new_tokens=24, group_size=G, ignore_eos=True, draft=SPARSE)
 
 
@@ -189,7 +189,7 @@ def test_more_of_the_cache_is_more_accepted(float64):
     model = random_model(jnp.float64, num_hidden_layers=1, spread=0.4)
     prompts = random_prompts([150, 201])
     rates = {}
-    for draft in ("sparse:budget=0.01,least_groups=1,weight_bits=16", "sparse:budget=1.0,weight_bits=16", "quantspec:weight_bits=16"):
+    for draft in ("sparse:budget=0.01,min_groups=1,weight_bits=16", "sparse:budget=1.0,weight_bits=16", "quantspec:weight_bits=16"):
         config = dataclasses.replace(CONFIG, draft=draft, num_speculative_tokens=2)
         rates[draft] = generate(model, prompts, config=config).stats.draft_acceptance_rate
     few, all, dense = rates.values()
@@ -197,7 +197,7 @@ def test_more_of_the_cache_is_more_accepted(float64):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in REGISTRY if name not in ("small-model", "prompt-lookup", "combine", "triforce", "specache")]
+    "name", [name for name in REGISTRY if name not in ("small-model", "prompt-lookup", "combine", "triforce")]
 )
 def test_own_cache_says_whose_cache_the_steps_append_to(model, name):
     """A cache that only lies around the target's is the target's."""
@@ -226,12 +226,12 @@ def small(tmp_path_factory):
         ("streaming-llm:budget=12,sinks=3", {"temperature": 0.9, "top_k": 9}),
         ("snapkv:budget=36,generated=5", {"adaptive": True, "min_draft_confidence": 0.1}),
         ("exact-topk:unit=token,budget=0.2", ALL),
-        ("h2o:budget=0.2,least_groups=2", ALL),
-        ("sparse:budget=0.2,least_groups=2,newest=0.25,memory=0.6,heads=by-mass", ALL),
+        ("h2o:budget=0.2,min_groups=2", ALL),
+        ("sparse:budget=0.2,min_groups=2,newest=0.25,memory=0.6,heads=by-mass", ALL),
         ("chunk-means:budget=0.2,chunk=2,rebuild=5,dense_layers=0", ALL),
         ("retrieval:budget=44,chunk=2,rebuild=5,least_accepted=0.3,generated=7", ALL),
         ("triforce:model={directory},gamma1=2,sinks=2,window=9,middle=(retrieval:budget=44,chunk=2,rebuild=5)", ALL),
-        ("triforce:model={directory},gamma1=3,sinks=2,window=9,middle=(sparse:budget=0.2,least_groups=2)", {}),
+        ("triforce:model={directory},gamma1=3,sinks=2,window=9,middle=(sparse:budget=0.2,min_groups=2)", {}),
         (f"{SECOND},reads=window,sinks=2,window=9", ALL),
         (f"combine:prompt-lookup+{SECOND}", ALL),
     ],
@@ -292,7 +292,7 @@ def test_a_text_chooses_a_draft():
         ("chunk-means:rebuild=-1", "rebuild -1"),
         ("chunk-means:dense_layers=2", "dense_layers 2"),
         ("sparse:newest=1.5", "newest 1.5"),
-        ("sparse:least_groups=0", "least_groups 0"),
+        ("sparse:min_groups=0", "min_groups 0"),
         ("sparse:memory=1", "memory 1"),
         ("sparse:memory=-0.1", "memory -0.1"),
         ("sparse:heads=some", "heads 'some'"),
@@ -303,14 +303,12 @@ def test_a_text_chooses_a_draft():
         ("small-model", "small-model:model=DIR"),
         ("small-model:model=", "small-model:model=DIR"),
         ("small-model:model=no/such", "no/such: no such directory"),
-        ("small-model:model=no,such", "'such' should be one of model=..., reads=..., "),
+        ("small-model:model=no,such", "'such' should be one of model=..., reads=text.window, "),
         ("small-model:model=x,weight_bits=8", "weight_bits 8"),
         ("small-model:model=x,reads=int8", "reads 'int8' should be text or window"),
         ("small-model:model=x,reads=window,window=0", "window 0 should be at least 1"),
         ("small-model:model=x,reads=window,sinks=-1", "sinks -1 should be at least 0"),
         ("small-model:model=x,window=8", "are for reads=window"),
-        ("specache:bits=1", "specache has no settings"),
-        ("specache:", "draft 'specache:': specache has no settings"),
         ("prompt-lookup:shortest=0", "shortest 0 should be at least 1"),
         ("prompt-lookup:longest=2,shortest=3", "longest 2 should be at least shortest, 3"),
         ("combine", "combine takes two drafts"),
@@ -364,13 +362,13 @@ def test_texts_that_choose_none(text, words, model):
 
 def test_a_draft_without_int4_weights_has_nothing_to_calibrate(model, caplog, monkeypatch):
     monkeypatch.setattr(registry, "int4_model", lambda model, **_: model)
-    for text, warned in (("specache", True), ("prompt-lookup", True), ("quantspec:weight_bits=16", True), ("quantspec", False)):
+    for text, warned in (("prompt-lookup", True), ("quantspec:weight_bits=16", True), ("quantspec", False)):
         caplog.clear()
         make_draft(text, model, calibration=[[1, 2, 3]])
         words = [f"nothing is calibrated: draft {text.partition(':')[0]} has no INT4 weights of the target"]
         assert [record.getMessage() for record in caplog.records] == (words if warned else [])
     caplog.clear()
-    make_draft("specache", model)
+    make_draft("prompt-lookup", model)
     assert not caplog.records
 
 
@@ -383,7 +381,7 @@ def test_drafts_that_choose_groups_need_the_int8_cache(model, text):
             random_prompts([9]),
             config=with_draft(dataclasses.replace(CONFIG, draft="quantspec", cache="full"), make_draft(text, model)),
         )
-    with pytest.raises(InputError, match=f"^draft {text} reads groups of the int8 cache: it goes with cache int8, .*, and cache full with"):
+    with pytest.raises(InputError, match=f"^draft {text} reads groups of the int8 cache: compatible caches are int8, and drafts for cache full"):
         dataclasses.replace(CONFIG, draft=text, cache="full")
 
 

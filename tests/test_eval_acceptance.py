@@ -107,13 +107,13 @@ def test_what_drafts_with_caches_of_their_own_cover():
     assert 0.1 < kept < 0.9 and window == pytest.approx(kept, abs=0.02)
 
 
-def test_budgets_below_the_least_groups_are_named(run, directory, file):
+def test_budgets_below_the_min_groups_are_named(run, directory, file):
     """A quarter of 4 groups is one, and 75 % are three: with at least two of them the table says which budget was raised, and to what."""
     base = ["eval", "acceptance", "--model", directory, "--file", file, "--temperature", 0, "--no-calibrate", "--mode", "teacher-forced"]
-    base += ["--context", 80, "--max-new-tokens", 3, "--texts", 1, "--group-size", 16, "--draft", "sparse:least_groups=2,weight_bits=16"]
+    base += ["--context", 80, "--max-new-tokens", 3, "--texts", 1, "--group-size", 16, "--draft", "sparse:min_groups=2,weight_bits=16"]
     code, out, _ = run(*base, "--budget", 0.25, "--budget", 0.75)
-    note = "At 80 tokens these read 2 groups (least_groups), more than their budgets ask for: "
-    assert code == 0 and note + "sparse:least_groups=2,weight_bits=16,budget=0.25." in " ".join(out.split())
+    note = "At 80 tokens these read 2 groups (min_groups), more than their budgets ask for: "
+    assert code == 0 and note + "sparse:min_groups=2,weight_bits=16,budget=0.25." in " ".join(out.split())
 
 
 @pytest.mark.parametrize(
@@ -389,8 +389,6 @@ def test_no_drafts_are_refused_before_texts_are_read(fails, tmp_path):
     base = ["eval", "acceptance", "--file", tmp_path / "nowhere"]
     fails([*base, "--gamma", 0], "--gamma 0")
     fails([*base, "--draft", "none"], "--draft none: there is nothing to accept without a draft")
-    for draft in ("specache", "combine:prompt-lookup+specache"):
-        fails([*base, "--draft", draft], f"--draft {draft}: there is nothing to accept of a guess")
 
 
 def test_bad_plot_and_texts(fails, directory, file, tmp_path):

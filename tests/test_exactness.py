@@ -45,18 +45,18 @@ GAMMAS = [1, 2, 4, 6, 2 * G]
 QUANTSPEC = GenerationConfig(draft="quantspec", max_new_tokens=4 * G + 4, group_size=G, ignore_eos=True)
 TARGET = dataclasses.replace(QUANTSPEC, draft="none", cache="int8")
 OTHERS = [
-    "sparse:budget=0.2,least_groups=2,weight_bits=16",
-    "sparse:budget=0.2,least_groups=2,newest=0.25,memory=0.6,heads=by-mass,weight_bits=16",
+    "sparse:budget=0.2,min_groups=2,weight_bits=16",
+    "sparse:budget=0.2,min_groups=2,newest=0.25,memory=0.6,heads=by-mass,weight_bits=16",
     "streaming-llm:budget=12,sinks=3",
     "snapkv:budget=36,generated=5,cache=int8",
     "prompt-lookup",
     "exact-topk:budget=0.2,weight_bits=16",
     "exact-topk:budget=12,unit=token,weight_bits=16",
-    "h2o:budget=0.2,least_groups=2,weight_bits=16",
+    "h2o:budget=0.2,min_groups=2,weight_bits=16",
     "chunk-means:budget=12,chunk=2,rebuild=9,dense_layers=0,weight_bits=16",
     "retrieval:budget=44,chunk=2,rebuild=9,generated=7,cache=int8",
     "quantspec:skip=0m,weight_bits=16,cache=int8",
-    "sparse:budget=0.2,least_groups=2,skip=0a,weight_bits=16",
+    "sparse:budget=0.2,min_groups=2,skip=0a,weight_bits=16",
 ]
 SAMPLED = dataclasses.replace(QUANTSPEC, temperature=0.9, top_k=20)
 
@@ -166,7 +166,7 @@ def shallow():
         "small model": SmallModelDraft(second),
         # Each is used in some rounds, and lacks what the other proposed.
         "a lookup or a window": CombinedDraft(make_draft("prompt-lookup:longest=2,shortest=2", model), SmallModelDraft(second, 2, G)),
-        "a lookup or sparse": make_draft("combine:(prompt-lookup:longest=3,shortest=3)+(sparse:budget=0.2,least_groups=2)", model),
+        "a lookup or sparse": make_draft("combine:(prompt-lookup:longest=3,shortest=3)+(sparse:budget=0.2,min_groups=2)", model),
     }
     return model, targets, drafts
 

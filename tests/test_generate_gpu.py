@@ -37,8 +37,8 @@ def generated(model, prompts: list[list[int]], **settings) -> list[list[int]]:
         {"method": "autoregressive", "cache": "int8"},
         {"method": "autoregressive"},
         # Lists that observation chooses, of few groups, so that they change; and 13 tokens in a verification.
-        {"draft": "sparse:budget=0.25,least_groups=2", "num_speculative_tokens": 7},
-        {"draft": "h2o:budget=0.25,least_groups=2", "num_speculative_tokens": 12},
+        {"draft": "sparse:budget=0.25,min_groups=2", "num_speculative_tokens": 7},
+        {"draft": "h2o:budget=0.25,min_groups=2", "num_speculative_tokens": 12},
     ],
 )
 def test_greedy_tokens_are_the_targets_but_for_ties(settings, monkeypatch):

@@ -184,7 +184,7 @@ def test_a_flush_writes_what_prefill_would():
         ("kivi:residual=0", "cache kivi: residual 0 should be from 1"),
         ("kivi:rule=nearest", "cache kivi: rule 'nearest' should be centred or extremes"),
         ("kivi:bits=two", "bits should be a whole number, not 'two'"),
-        ("kivi:bit=2", "'bit=2' should be one of bits=..., residual=..., rule=..., group=...$"),
+        ("kivi:bit=2", r"'bit=2' should be one of bits=1\|2, residual=..., rule=centred\|extremes, group=...$"),
         ("kivi:bits=2,bits=1", "bits is given twice"),
         ("kivi:group=64,residual=100", "cache kivi: residual 100 should be a multiple of the group size, 64"),
         ("specache:group=24", "cache specache: residual 64 should be a multiple of the group size, 24"),

@@ -171,7 +171,6 @@ def test_decoding_takes_it():
     assert "mosaic_gpu" in {choice.implementation for choice in seen if choice.kernel == "attention"}
     assert len(found.token_ids[0]) == 300 and np.isfinite(found.logprobs[0]).all()
 
-    settings |= dict(draft="specache", num_speculative_tokens=1)
     with dispatch.watched() as seen:
         found = generate(model, [prompt], config=GenerationConfig(cache="specache:bits=1,residual=128", **settings))
     assert [choice.implementation for choice in seen if choice.kernel == "replaced_attention"] == ["mosaic_gpu"]

@@ -256,7 +256,7 @@ def test_auto_gives_way_to_a_draft_that_is_given(caplog):
 def test_generate_and_batch_decode_with_what_was_chosen(monkeypatch, on_h200):
     """The very tokens of the draft that is named, sampled ones too."""
     model = random_model(dataclasses.replace(TINY, num_layers=1))
-    chosen = choice.DraftChoice("sparse:least_groups=1", 3, "because")
+    chosen = choice.DraftChoice("sparse:min_groups=1", 3, "because")
     monkeypatch.setattr("qspec_jax.decoding.resolve.choose", lambda *_, **sizes: chosen)
     auto = GenerationConfig(draft="auto", max_new_tokens=20, temperature=0.9, group_size=8, ignore_eos=True, adaptive=True)
     named = dataclasses.replace(auto, draft=chosen.draft, num_speculative_tokens=3)

@@ -11,7 +11,7 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.draft import RoundResult
-from qspec_jax.drafts.sparse import select_groups
+from qspec_jax.drafts.sparse import HEADS, SparseSettings, select_groups
 from qspec_jax.errors import InputError
 
 G = 4
@@ -25,17 +25,17 @@ def model(float64):
 
 def test_groups_are_chosen_by_mass_and_age():
     mass = jnp.array([[[0.1, 0.0, 0.5, 0.3, 0.2, 0.0, 0.9, 0.0]]])
-    pick = lambda groups, **settings: select_groups(mass, jnp.array([groups]), group_size=G, **settings)
+    pick = lambda groups, **settings: select_groups(mass, jnp.array([groups]), group_size=G, settings=SparseSettings(**settings))
     for groups, settings, expected in (
-        (7, dict(budget=0.5, newest=0.5, least_groups=2), [0, 2, 5, 6]),  # the sink, the newest two of four, and the most mass
-        (7, dict(budget=0.5, newest=0.0, least_groups=2), [0, 2, 3, 6]),  # the newest is always there
-        (7, dict(budget=0.5, newest=1.0, least_groups=2), [0, 4, 5, 6]),
-        (7, dict(budget=0.01, newest=0.5, least_groups=2), [0, 6]),
-        (7, dict(budget=0.01, newest=0.5, least_groups=1), [0]),
-        (7, dict(budget=3 * G + 1, newest=0.5, least_groups=1), [0, 2, 5, 6]),  # as many groups as have so many tokens
-        (5, dict(budget=1.0, newest=0.5, least_groups=2), [0, 1, 2, 3, 4]),
-        (1, dict(budget=0.5, newest=0.5, least_groups=2), [0]),
-        (0, dict(budget=0.5, newest=0.5, least_groups=2), []),
+        (7, dict(budget=0.5, newest=0.5, min_groups=2), [0, 2, 5, 6]),  # the sink, the newest two of four, and the most mass
+        (7, dict(budget=0.5, newest=0.0, min_groups=2), [0, 2, 3, 6]),  # the newest is always there
+        (7, dict(budget=0.5, newest=1.0, min_groups=2), [0, 4, 5, 6]),
+        (7, dict(budget=0.01, newest=0.5, min_groups=2), [0, 6]),
+        (7, dict(budget=0.01, newest=0.5, min_groups=1), [0]),
+        (7, dict(budget=3 * G + 1, newest=0.5, min_groups=1), [0, 2, 5, 6]),  # as many groups as have so many tokens
+        (5, dict(budget=1.0, newest=0.5, min_groups=2), [0, 1, 2, 3, 4]),
+        (1, dict(budget=0.5, newest=0.5, min_groups=2), [0]),
+        (0, dict(budget=0.5, newest=0.5, min_groups=2), []),
     ):
         found = pick(groups, **settings)
         assert found.groups[0, 0, : int(found.count[0, 0])].tolist() == expected
@@ -47,9 +47,9 @@ def test_heads_share_a_budget_by_mass(groups):
     as many as equal budgets come to."""
     mass = np.random.default_rng(groups).gamma(0.2, size=(2, 3, 24)).astype(np.float32) * np.array([1, 30, 0.01], np.float32)[:, None]
     mass[1] = 0  # a row in which all are equal
-    settings = dict(budget=0.2, newest=0.25, least_groups=2, group_size=G)
+    settings = [SparseSettings(budget=0.2, newest=0.25, min_groups=2, heads=heads) for heads in HEADS]
     equal, found = (
-        select_groups(jnp.asarray(mass), jnp.array([groups, groups]), heads=heads, **settings) for heads in ("equal", "by-mass")
+        select_groups(jnp.asarray(mass), jnp.array([groups, groups]), group_size=G, settings=each) for each in settings
     )
     share = int(equal.count[0, 0])
     for row in range(2):
@@ -74,7 +74,7 @@ def test_what_a_head_reads_does_not_depend_on_longer_rows():
     """On the cache's capacity, which the longest row of a batch sets. One head has nearly all the mass."""
     mass = np.random.default_rng(0).gamma(0.2, size=(1, 8, 128)).astype(np.float32)
     mass[:, 0] *= 1000
-    settings = dict(budget=0.06, newest=0.0, least_groups=1, group_size=G, heads="by-mass")
+    settings = dict(group_size=G, settings=SparseSettings(budget=0.06, newest=0.0, min_groups=1, heads="by-mass"))
     alone, beside = (
         select_groups(jnp.pad(jnp.asarray(mass), ((0, 0), (0, 0), (0, room))), jnp.array([128]), **settings) for room in (0, 896)
     )
@@ -92,7 +92,7 @@ def test_memory_is_a_decaying_average_over_rounds(model):
     (found,) = draft.commit(old, result, None)
     expected = [[[0.75, 0.2]], [[0.375 + 0.25 * 0.3, 0.375 + 0.25 * 0.3]], [[0.0, 1.0]]]
     np.testing.assert_allclose(found, expected, rtol=1e-6)
-    (forgetting,) = dataclasses.replace(draft, memory=0.0).commit(old, result, None)
+    (forgetting,) = dataclasses.replace(draft, settings=dataclasses.replace(draft.settings, memory=0.0)).commit(old, result, None)
     np.testing.assert_allclose(forgetting, [[[0, 0.8]], [[0.3, 0.3]], [[0, 1]]], rtol=1e-6)
 
 
@@ -107,7 +107,7 @@ def test_before_the_first_verification_the_prompts_last_queries_choose(model, te
     assert (np.asarray(mass[0]).sum(-1) < 2 * draft.prompt_queries).all()
     newer = jnp.broadcast_to(jnp.arange(mass.shape[2], dtype=jnp.float32) * 1e-30, (1, 2, mass.shape[2]))
     for found in (newer, newer.at[0, 0, 20].set(jnp.nan)):
-        chosen = select_groups(found, jnp.array([30]), budget=0.3, newest=0.5, least_groups=2, group_size=G)
+        chosen = select_groups(found, jnp.array([30]), settings=SparseSettings(budget=0.3, newest=0.5, min_groups=2), group_size=G)
         assert chosen.groups[0, 0, :9].tolist() == [0, *range(22, 30)]
 
 

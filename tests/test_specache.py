@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import prepared, random_model, random_prompts, run_rounds, with_draft
+from runs import prepared, random_model, random_prompts, run_rounds
 from scipy.special import logsumexp
 
 from pallas_kernels.attention import decode_attention
@@ -24,11 +24,9 @@ from qspec_jax.caches.prefill import prefill
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
-from qspec_jax.cli import options
 from qspec_jax.decoding.batch import Request, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
-from qspec_jax.drafts import make_draft
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.perplexity import token_logprobs
 from qspec_jax.models.prompts import padded
@@ -44,12 +42,8 @@ def cache_of(**settings) -> str:
     return "specache:" + ",".join(f"{name}={value}" for name, value in ({"bits": 1, "residual": 16} | settings).items())
 
 
-def without_guess(**settings) -> GenerationConfig:
-    return dataclasses.replace(FULL, cache=cache_of(**settings))
-
-
 def specache(**settings) -> GenerationConfig:
-    return dataclasses.replace(FULL, cache=cache_of(**settings), draft="specache", num_speculative_tokens=1)
+    return dataclasses.replace(FULL, cache=cache_of(**settings))
 
 
 def test_attention_by_hand():
@@ -118,18 +112,17 @@ def test_several_chunks():
 
 
 def test_everything_fetched_is_the_full_cache():
-    """One pass before the first round, and from then on the guess chooses; without either, the first pass reads codes alone."""
+    """One pass before the first round, and from then on the guess chooses."""
     with jax.enable_x64(True):
         model = random_model("float64")
         full = run_rounds(model, PROMPTS, FULL).tokens
         for fetch in ("ahead", "checked"):
             assert run_rounds(model, PROMPTS, specache(k=64, fetch=fetch)).tokens == full
-        assert run_rounds(model, PROMPTS, without_guess(k=64, fetch="now")).tokens == full
-        assert run_rounds(model, PROMPTS, without_guess(k=64)).tokens != full
+        assert run_rounds(model, PROMPTS, specache(k=64, fetch="now")).tokens == full
         assert run_rounds(model, PROMPTS, specache(k=1)).tokens != full
         # Over flushes too, where a pass chooses for itself.
         long = dict(max_new_tokens=40)
-        config = dataclasses.replace(without_guess(k=128, fetch="now"), **long)
+        config = dataclasses.replace(specache(k=128, fetch="now"), **long)
         assert run_rounds(model, PROMPTS, config).tokens == run_rounds(model, PROMPTS, dataclasses.replace(FULL, **long)).tokens
 
 
@@ -153,7 +146,7 @@ def test_what_is_generated_is_what_is_scored(fetch):
     with jax.enable_x64(True):
         model = random_model("float64")
         config = dataclasses.replace(specache(k=3, host="store", fetch=fetch), max_new_tokens=30, output_logprobs=True)
-        out = generate(model, PROMPTS, config=with_draft(config, make_draft("specache", model)))
+        out = generate(model, PROMPTS, config=config)
         scores = token_logprobs(model, PROMPTS, out.token_ids, specache(k=3, fetch=fetch).cache_config)
         np.testing.assert_allclose(scores, out.logprobs, atol=1e-11)
 
@@ -164,7 +157,7 @@ def test_a_wrong_guess_is_put_right():
         model = random_model("float64")
         caches = [
             jax.jit(prefill)(model, *padded(PROMPTS), config.cache_config.empty(model.config, **SIZES))[1]
-            for config in (without_guess(k=3, fetch="now"), specache(k=3), specache(k=3, fetch="checked"))
+            for config in (specache(k=3, fetch="now"), specache(k=3), specache(k=3, fetch="checked"))
         ]
         at = caches[0].lengths.total[:, None]
         step = jax.jit(lambda cache, tokens: model(tokens, at + jnp.arange(tokens.shape[1]), cache))
@@ -218,17 +211,16 @@ def test_a_row_depends_on_nothing_but_itself(monkeypatch):
     monkeypatch.setattr(specache_cache, "gather_tokens", gathered)
     with jax.enable_x64(True):
         model, prompts = random_model("float64"), random_prompts([41, 20, 50, 35, 60])
-        draft = make_draft("specache", model)
 
         def requests(**settings) -> list[Request]:
             config = dataclasses.replace(specache(k=9, fetch="checked", **settings), temperature=0.7)
             each = [dataclasses.replace(config, max_new_tokens=5 + 9 * i) for i in range(len(prompts))]
             return [Request(prompt, config, jax.random.key(i)) for i, (prompt, config) in enumerate(zip(prompts, each))]
 
-        together = {result.index: result.token_ids for result in run_batch(model, with_draft(requests(host="store"), draft), batch_size=2)}
+        together = {result.index: result.token_ids for result in run_batch(model, requests(host="store"), batch_size=2)}
         assert reused
         for i, request in enumerate(requests(host="none")):
-            (alone,) = run_batch(model, with_draft([request], draft), batch_size=1)
+            (alone,) = run_batch(model, [request], batch_size=1)
             assert together[i] == alone.token_ids
 
 
@@ -237,7 +229,7 @@ def test_a_row_that_is_full_is_not_touched_by_another_s_flush(host):
     """What is stored for a row that is not due goes behind its last quantized token, also where it has no room for more."""
     with jax.enable_x64(True):
         model, prompts = random_model("float64"), random_prompts([64, 38])
-        config = dataclasses.replace(without_guess(k=128, fetch="now", host=host, residual=24), max_new_tokens=64)
+        config = dataclasses.replace(specache(k=128, fetch="now", host=host, residual=24), max_new_tokens=64)
         full = dataclasses.replace(FULL, max_new_tokens=64)
         assert run_rounds(model, prompts, config).tokens == run_rounds(model, prompts, full).tokens
         state, *_ = prepared(model, prompts, config)
@@ -274,16 +266,11 @@ def test_layers_may_fetch_while_others_compute(monkeypatch):
         (dict(cache="specache:host=disk"), "cache specache: host 'disk' should be none or store"),
         (
             dict(cache="specache:store=host"),
-            "'store=host' should be one of bits=..., residual=..., rule=..., k=..., fetch=..., host=none.store",
+            "'store=host' should be one of bits=1.2, residual=..., rule=centred.extremes, k=..., fetch=ahead.checked.now, host=none.store",
         ),
-        (dict(draft="specache", cache="int8"), "draft specache goes with cache specache, not int8"),
-        (dict(draft="specache", num_speculative_tokens=4), r"\(gamma\) 4 should be 1: draft specache makes one guess a round"),
-        (dict(cache="specache", draft="quantspec"), "cache specache goes with draft specache or none, not quantspec"),
-        (dict(cache="specache", adaptive=True), "adaptive should be left out: draft specache makes one guess"),
-        (dict(cache="specache:fetch=now", draft="specache"), "a pass chooses for itself"),
-        (dict(cache="specache:fetch=checked", draft="none"), "without a guess there is nothing to check"),
-        (dict(draft="specache", adaptive=True), "adaptive should be left out: draft specache makes one guess"),
-        (dict(draft="specache", min_draft_confidence=0.5), "min_draft_confidence 0.5 should be 0: the guess of draft specache"),
+        (dict(draft="specache"), "draft 'specache' should be one of quantspec, "),
+        (dict(cache="specache", draft="quantspec"), "draft quantspec: the only draft that is compatible with cache specache is none"),
+        (dict(cache="specache:fetch=now", draft="prompt-lookup"), "compatible with cache specache:fetch=now is none"),
     ],
 )
 def test_wrong_settings(settings, words):
@@ -291,26 +278,24 @@ def test_wrong_settings(settings, words):
         GenerationConfig(**settings)
 
 
-@pytest.mark.parametrize(("fetch", "draft"), [("ahead", "specache"), ("checked", "specache"), ("now", "none")])
-def test_auto_over_it_is_what_the_cache_is_compatible_with(fetch, draft):
+@pytest.mark.parametrize("fetch", ["ahead", "checked", "now"])
+def test_auto_over_it_is_none(fetch):
     for named in ({}, {"draft": "auto"}):
         config = GenerationConfig(cache=f"specache:fetch={fetch}", **named)
-        assert (config.draft, config.cache_config.kind) == (draft, "specache")
+        assert (config.draft, config.cache_config.kind) == ("none", "specache")
 
 
 def test_by_its_name(run, directory):
     prompt, cache = "def f(x):\n" * 20, "specache:residual=32,k=4,host=store"
     command = ["generate", "--model", directory, "--prompt", prompt, "--cache", cache, "--max-new-tokens", 8]
-    code, out, err = run(*command, "--json")  # whose draft is the one that goes with the cache
+    code, out, err = run(*command, "--json")
     model = load_model(directory)
-    config = GenerationConfig(draft="specache", cache=cache, max_new_tokens=8)
+    config = GenerationConfig(draft="none", cache=cache, max_new_tokens=8)
     expected = generate(model, [prompt], config=config, tokenizer=load_tokenizer(directory))
     assert code == 0 and json.loads(out)["token_ids"] == expected.token_ids, err
     (layer,), stats = CacheConfig.parse(cache).empty(model.config, **SIZES | {"dtype": model.dtype}).layers, json.loads(out)["stats"]
     of_token = layer.store[0, :, 0].size * model.dtype.itemsize
     assert stats["host_cache_bytes"] % of_token == 0 and stats["host_cache_bytes"] >= of_token * expected.stats.prompt_tokens
     assert stats["host_cache_bytes"] < stats["cache_bytes"]
-    assert GenerationConfig(draft="specache").cache == "specache"
-    named = {"specache:bits=1": "specache", "specache:fetch=now": "none", "kivi": "auto", None: "auto"}
-    assert {cache: GenerationConfig(draft=options.chosen_draft(None, None), cache=cache).draft for cache in named} == named
-    assert options.chosen_draft("none", None) == "none"
+    named = {"specache:bits=1": "none", "specache:fetch=now": "none", "kivi": "auto", None: "auto"}
+    assert {cache: GenerationConfig(cache=cache).draft for cache in named} == named

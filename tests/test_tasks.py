@@ -151,7 +151,7 @@ def answering(samples, tokenizer, seen):
 def test_who_knows_the_answers_scores_one(model, tokenizer, texts, monkeypatch):
     samples, seen = make_samples(tokenizer, texts, dataclasses.replace(SMALL, samples=4)), []
     monkeypatch.setattr(answers, "run_batch", answering(samples, tokenizer, seen))
-    methods = [Method("specache", "specache:bits=1"), Method("autoregressive", "full"), Method("autoregressive", "kivi")]
+    methods = [Method("autoregressive", "specache:bits=1"), Method("autoregressive", "full"), Method("autoregressive", "kivi")]
     run = lambda methods: tasks.run("tiny", model, tokenizer, texts, dataclasses.replace(SMALL, samples=4), methods).results
     rows = run(methods)
     assert seen == [[sample.prompt for sample in samples]] * 3
@@ -215,7 +215,7 @@ def test_the_command(run, directory, files, tmp_path, monkeypatch):
         (["--depths", "0,1.5"], "depth 1.5"),
         (["--cache", "int2"], "int2"),
         (["--cache", "full:host=all"], "leave host=all out"),
-        (["--draft", "specache", "--cache", "int8"], "specache"),
+        (["--draft", "quantspec", "--cache", "specache"], "specache"),
         (["--draft", "sparse", "--cache", "kivi"], "draft sparse reads groups"),
         (["--plot", "tasks.txt"], "tasks.txt"),
         (["--output", "no/such/folder/file"], "no/such/folder/file"),

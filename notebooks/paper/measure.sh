@@ -21,7 +21,7 @@ batch() { # ROWS CONTEXT BUDGET: a row of TriForce's table 4
 
 specache() { # ROWS CONTEXT
     # Random weights guess wrong nearly always, so that fetch=checked is as slow here as it can be; and choose other tokens in every step.
-    qspec bench decode --arch mistral-7b --context "$2" --batch-size "$1" --max-new-tokens 48 --repeats 3 --draft specache --draft none \
+    qspec bench decode --arch mistral-7b --context "$2" --batch-size "$1" --max-new-tokens 48 --repeats 3 --draft none \
         --cache kivi:bits=1,residual=64 --cache specache:bits=1,host=store --cache specache:bits=2,host=store \
         --cache specache:bits=1,host=store,fetch=checked --cache specache:bits=1,host=store,fetch=now \
         --json --output "$out/$table.json"

@@ -40,7 +40,6 @@ from qspec_jax.decoding.sampling import Sampler, make_sampler, prompt_keys
 from qspec_jax.decoding.state import UNLIMITED, Counts, DecodeState
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.registry import NONE, make_draft
-from qspec_jax.drafts.specache import SpeCacheDraft
 from qspec_jax.drafts.step_bytes import bytes_of, devices_of
 from qspec_jax.errors import HostMemoryError, InputError, is_out_of_memory, named
 from qspec_jax.evaluate.acceptance import repeated_ngrams
@@ -306,6 +305,7 @@ class _Measured:
         self.devices = devices_of(model)
         self.model, self.method, self.gamma, self.context = model, case.method, case.gamma, len(prompts[0])
         self.config = config_of(case, max_new_tokens)
+        self.fed = 1 if self.config.cache_config.guesses else case.gamma  # tokens of a pass besides the pending one
         self.rate = rate if case.method.speculative else None
         self.inner_rate = inner_rate if self.rate is not None and _verifies(draft) else None
         simulated = lambda: SimulatedGreedy(*(None if each is None else jnp.float32(each) for each in (self.rate, self.inner_rate)))
@@ -342,10 +342,10 @@ class _Measured:
             *(self.engine.target, self.sampler, self.config.cache_config, state.cache),
             batch_size=self.batch_size,
             context=self.context,
-            gamma=self.gamma,
+            gamma=self.fed,
             bandwidth=bandwidth,
         )
-        tokens = jax.ShapeDtypeStruct((self.batch_size, self.gamma + 1), jnp.int32)
+        tokens = jax.ShapeDtypeStruct((self.batch_size, self.fed + 1), jnp.int32)
         for step in self.steps.of(state, draft):
             call = Call(loop(step.function, step.trips), ((tokens, state.cache, step.kept(state.draft)), step.inputs))
             self.loops[step.name] = pool.submit(call.compile), step.trips
@@ -366,7 +366,6 @@ class _Measured:
             self.gamma,
             "measured",
             cache=_with_residence(self.prefills[0].sizes.cache, self.method.cache),
-            draft_steps=0 if isinstance(self.engine.draft, SpeCacheDraft) else None,
             temperature=self.config.temperature,
             batch_size=self.batch_size,
             simulated_rate=self.rate,
@@ -428,7 +427,7 @@ class _Measured:
         """The bytes from which an operation counts as large: the cache's smallest array of codes, keys or values, or two sets of logits."""
         leaves = jax.tree.leaves(cache.layers)
         arrays = [leaf for leaf in leaves if leaf.ndim == 5] or leaves
-        logits = 4 * self.batch_size * (self.gamma + 1) * self.model.config.vocab_size
+        logits = 4 * self.batch_size * (self.fed + 1) * self.model.config.vocab_size
         return max(2 * logits, min(leaf.size * leaf.dtype.itemsize for leaf in arrays) // self.devices)
 
     def _decoded(self, decode: jax.stages.Compiled, state: DecodeState, prefill_s: float) -> tuple["_Decode", DecodeState]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from qspec_jax.bench.timing import Timing
 from qspec_jax.caches.registry import CacheConfig
-from qspec_jax.decoding.config import AUTOREGRESSIVE, SPECACHE, fitting
+from qspec_jax.decoding.config import AUTOREGRESSIVE, fitting
 from qspec_jax.drafts.registry import NONE, parse_draft
 from qspec_jax.errors import InputError
 
@@ -22,12 +22,12 @@ class Method:
 
     @property
     def speculative(self) -> bool:
-        """Whether it has drafts for the target to verify; SpeCache's guess is none."""
-        return self.draft not in (NONE, SPECACHE)
+        """Whether it has drafts for the target to verify."""
+        return self.draft != NONE
 
     def gammas(self, asked: Sequence[int]) -> Sequence[int]:
         """Returns those of the asked numbers of drafts a round that the method is measured with."""
-        return asked if self.speculative else [int(self.draft == SPECACHE)]
+        return asked if self.speculative else [0]
 
 
 METHODS = {
@@ -76,7 +76,6 @@ class DecodeRow:
     when all programs of a context and batch size begin to be compiled, side by side, until prefill and decode are. new_tokens, rounds,
     flushes: of all rows together.
     tokens_per_second: of all rows together; ms_per_token: from one token of a row to its next, in the mean.
-    draft_steps: how many steps of the draft a round has; None stands for gamma.
     steps: "target" (verifies all drafts and one token more), "draft", "sampling", "flush due", "flush not due".
     simulated_rate: chance that a draft is accepted, given those before it; None where nothing is simulated. simulated_inner_rate: that of
     the level below, in a draft that itself verifies; None where no other is given. simulated_ratio: accepted over
@@ -98,7 +97,6 @@ class DecodeRow:
     cache: str | None = None
     temperature: float = 0.0
     batch_size: int = 1
-    draft_steps: int | None = None
     simulated_rate: float | None = None
     simulated_inner_rate: float | None = None
     simulated_ratio: float | None = None
@@ -124,8 +122,7 @@ class DecodeRow:
     @property
     def round_floor_us(self) -> float | None:
         """What the steps of a round take at least; None where they were not measured, or nobody knows what the draft reads."""
-        drafts = self.gamma if self.draft_steps is None else self.draft_steps
-        needed = {"target": 1, **({"draft": drafts} if drafts else {})}
+        needed = {"target": 1, **({"draft": self.gamma} if self.gamma else {})}
         if not all(name in self.steps and self.steps[name].bytes for name in needed):
             return None
         return sum(times * self.steps[name].floor_us for name, times in needed.items())

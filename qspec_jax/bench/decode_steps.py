@@ -54,7 +54,7 @@ class Step:
 @dataclasses.dataclass(frozen=True)
 class StepsOfRound:
     """What the steps of a round depend on. target: the model as it verifies. shapes: of the cache, after prefill. context: of the prompts,
-    in tokens. gamma: drafts in a round. bandwidth: by which the seconds of a step are estimated."""
+    in tokens. gamma: drafts in a round, or 1 for SpeCache's guess. bandwidth: by which the seconds of a step are estimated."""
 
     target: ViewedModel
     sampler: Sampler

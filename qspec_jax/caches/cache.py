@@ -1,37 +1,37 @@
-"""What every KV cache is: an immutable pytree with static shapes, one entry per layer, every length per row."""
+"""The protocol of KV caches: immutable pytrees with static shapes, one entry per layer, and lengths per row."""
 
 import abc
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.formats.kv_cache import Lengths
 from pallas_kernels.formats.views import View
 from qspec_jax.caches.schedule import Schedule
-from qspec_jax.errors import InputError
 from qspec_jax.models.llama import AttendingCache
 
 Tree = TypeVar("Tree")
-MAX_TOKENS = 1 << 16  # that a cache's settings may ask for, of one sort
+KeysValues = tuple[Float[Array, "R K T H"], Float[Array, "R K T H"]]
+MAX_TOKENS = 1 << 16  # the maximum of each setting of a cache that is a number of tokens
 
 
 class Gives(enum.Enum):
-    """What a target's cache may give drafts besides passes over all of it. The value says what such a draft does."""
+    """What drafts may ask of a target's cache besides passes over all of it. The value says what such a draft does."""
 
     GROUPS = "reads groups of the int8 cache"
     TOKENS = "takes single tokens from the target's cache"
-    GUESSES = "makes the guesses of the cache specache"
 
 
 class AppendedCache(AttendingCache, abc.ABC):
-    """What passes of a model append to and read, and what forgets it again: `attend` in each layer, `advance`, `rollback`.
+    """A cache that passes of a model append to and read: `attend` in each layer, then `advance`; `rollback` forgets tokens again.
 
-    A subclass is a frozen dataclass registered as a pytree; it says what a layer is, and how it is read.
+    A subclass is a frozen dataclass registered as a pytree. It defines a layer, and how it is read.
     """
 
     layers: tuple[Any, ...]
@@ -47,10 +47,11 @@ class AppendedCache(AttendingCache, abc.ABC):
         *,
         view: View,
     ) -> tuple[Float[Array, "B T N H"], Any, Float[Array, "B K T C"] | None]:
-        """Appends the keys and values of T tokens to a layer, and lets their queries read what the view lets them.
+        """Appends the keys and values of T tokens to a layer, and attends to what the view says.
 
-        Returns what was read, the layer's new entry, and the attention mass of each group where the view is observed, else None; see
-        `pallas_kernels.attention.decode_attention`.
+        Returns:
+            The attended values, the layer's new entry, and the attention mass of each group if the view is observed, else None; see
+            `pallas_kernels.attention.decode_attention`.
         """
 
     def advance(self, layers: tuple[Any, ...], tokens: int) -> Self:
@@ -63,7 +64,7 @@ class AppendedCache(AttendingCache, abc.ABC):
         return {}
 
     def rollback(self, lengths: Lengths) -> Self:
-        """The cache at earlier lengths. Nothing is moved: what lies beyond is masked and later overwritten."""
+        """The cache at earlier lengths. Nothing is moved: later rows are masked, and overwritten when tokens are appended."""
         return dataclasses.replace(self, lengths=lengths)
 
     @property
@@ -75,18 +76,21 @@ class AppendedCache(AttendingCache, abc.ABC):
 class Cache(AppendedCache):
     """The protocol of a target's cache, which holds every token of a row.
 
-    A round goes: `attend` in each layer and `advance`, for drafts and for verification; `rollback` to the lengths before the round
-    whenever tokens are to be forgotten; at last `commit`, the only way in which tokens come to stay.
+    In a round, drafts and verification call `attend` in each layer, then `advance`; `rollback` to the lengths before the round forgets
+    tokens; at last `commit`, the only way in which tokens come to stay.
 
-    prompt_queries: how many of a prompt's last queries `fill` is given besides, after RoPE, [B, Q, N, H], the last one in the last row and
-    zeros before a prompt's first; never more than the prompt's S. Where it is 0, `fill` gets no queries argument.
-
-    gives: what drafts may ask of it, see `Gives`; a draft's settings say what it needs (`qspec_jax.drafts.draft.needs_of`), and
-    `GenerationConfig` compares the two. takes_group_size: whether a group size makes any difference to it. chooses_by_head: whether each KV
-    head keeps or fetches tokens of its own choice; then copies of a head on several devices would choose different ones.
+    Attributes:
+        gives: what drafts may ask of it. `GenerationConfig` compares it with the draft's needs (`qspec_jax.drafts.draft.needs_of`).
+        takes_drafts: whether any draft but `none` is compatible with it.
+        takes_group_size: whether a group size makes any difference to it.
+        chooses_by_head: whether each KV head keeps or fetches tokens of its own choice; copies of a head on several devices would then
+            choose different ones.
+        prompt_queries: how many of a prompt's last queries `fill` is also given, after RoPE, [B, Q, N, H], the last one in the last row and
+            zeros before a prompt's first; never more than the prompt's S. If it is 0, `fill` gets no argument `queries`.
     """
 
     gives: ClassVar[frozenset[Gives]] = frozenset({Gives.TOKENS})
+    takes_drafts: ClassVar[bool] = True
     takes_group_size: ClassVar[bool] = True
     chooses_by_head: ClassVar[bool] = False
 
@@ -107,37 +111,35 @@ class Cache(AppendedCache):
         """A layer that holds the first n[b] of S prompt tokens; keys are after RoPE."""
 
     @abc.abstractmethod
-    def tokens(
-        self, layer: int, positions: Int[Array, "#R #K T"], batch_rows: Int[Array, "R"] | None = None
-    ) -> tuple[Float[Array, "R K T H"], Float[Array, "R K T H"]]:
+    def tokens(self, layer: int, positions: Int[Array, "#R #K T"], batch_rows: Int[Array, "R"] | None = None) -> KeysValues:
         """Keys, after RoPE, and values of the cached tokens at these positions, as the target reads them.
 
         batch_rows: in these rows of the batch; None: in all. A position beyond a row's lengths gives numbers without a meaning.
         """
 
     def bytes_of_pass(self, tokens: int) -> tuple[int, int] | None:
-        """Bytes that a pass reads on the device, and those that it copies from host memory, of a row that holds so many tokens, its own
-        among them. None where nobody has counted them."""
+        """Bytes that a pass reads on the device, and bytes that it copies from host memory, of a row that holds `tokens` tokens, its own
+        included. None if they are not counted for this cache."""
         return None
 
     def with_layer_on_device(self, layer: int, *, after: Tree) -> tuple[Self, Tree]:
-        """The cache with this whole layer on the device, to look many tokens up in; and `after`, to be used in place of the one given.
+        """The cache with this whole layer on the device, for reading many of its tokens; and `after`, which the caller uses from then on.
 
-        What has to be copied from host memory is copied once `after` is computed; XLA drops that wait if nothing uses the returned one. A
-        loop over layers passes what came of all earlier layers, so that one layer is there at a time.
+        A copy from host memory begins when `after` is computed; XLA drops that wait if the returned `after` is not used. A loop over layers
+        passes the results of all earlier layers, so that one layer at a time is on the device.
         """
         return self, after
 
-    def recent_tokens(self, layer: int, positions: Int[Array, "B #K T"]) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T H"]]:
-        """`tokens`, where all are among the last T of their row."""
+    def recent_tokens(self, layer: int, positions: Int[Array, "B #K T"]) -> KeysValues:
+        """As `tokens`, for positions that are among the last T of their row."""
         return self.tokens(layer, positions)
 
     def flushed_layers(self, due: Bool[Array, "B"]) -> tuple[Any, ...]:
-        """The layers once the oldest G buffered tokens of the rows that are due are quantized."""
+        """The layers after the oldest G buffered tokens of the rows that are due are quantized."""
         return self.layers
 
     def with_rows(self, rows: Self, slots: Int[Array, "k"], pages: Int[Array, "k C"] | None = None) -> Self:
-        """The cache with the rows of another of the same capacity in place of k of its own.
+        """The cache with k of its rows replaced by those of another cache of the same capacity.
 
         pages: of a cache whose rows share a pool, the page of each group of these rows, 0 for groups that they will never have.
         """
@@ -148,18 +150,24 @@ class Cache(AppendedCache):
         return dataclasses.replace(self, layers=layers, lengths=self.schedule.lengths(n))
 
     def commit(self, lengths: Lengths, kept: Int[Array, "B"], *, wait_for: Sequence[Array]) -> tuple[Self, Int[Array, "B"]]:
-        """Ends a round that began at these lengths: the first kept[b] of the tokens fed since stay, and rows that are due are flushed.
+        """Ends a round that began at these lengths: the first kept[b] of the tokens appended since stay, and rows that are due are flushed.
 
-        wait_for: arrays of non-negative numbers, batch first, that come of everything that read the cache in this round: token ids,
-        attention masses; each made by one kernel or loop, for its first number of a row stands for all. The flush waits for them. Returns
-        the cache, and 1 for each row that was flushed, else 0.
+        Args:
+            lengths: before the round.
+            kept: how many of the appended tokens stay.
+            wait_for: arrays of non-negative numbers, batch first, that were computed from everything that read the cache in this round,
+                such as token ids and attention masses. The flush waits for them. Each is made by one kernel or loop, since only the first
+                number of a row is waited for.
+
+        Returns:
+            The cache, and 1 for each row that was flushed, else 0.
         """
         # None of it is ever negative, but XLA cannot know. Unless the flush depends on what the last reader computed, XLA may flush before
         # that has read the cache, and copies the cache for it (seen in jax 0.10).
         for computed in wait_for:
             if not computed.size:  # masses of no groups: the cache has no room for one
                 continue
-            # It is not known before all of the array is. To test all numbers takes XLA seconds of compiling where it knows them.
+            # The first number is known when all of the array is. Testing all numbers would cost seconds of compiling if they are constants.
             kept = jnp.where(computed.reshape(computed.shape[0], -1)[:, 0] < 0, 0, kept)
         return self.rollback(longer(lengths, kept)).flush()
 
@@ -179,8 +187,8 @@ class Cache(AppendedCache):
 class PooledCache(Cache):
     """The protocol of a cache whose rows may share a pool of pages, each of which has room for one group.
 
-    pages: the page of each of a row's groups; None where each row has room of its own. Nothing is ever written to page 0, which stands for
-    the groups that a row will never have.
+    pages: the page of each of a row's groups; None if each row has its own memory. Page 0 is a dummy page, to which nothing is written:
+    entries of groups that a row will never have point to it.
     """
 
     pages: Int[Array, "B C"] | None
@@ -192,7 +200,13 @@ class PooledCache(Cache):
 
     @abc.abstractmethod
     def pooled(self, batch: int, pages: int) -> Self:
-        """An empty batch of rows with the capacity of this cache's, which share a pool of so many pages, page 0 among them."""
+        """An empty batch of rows with the capacity of this cache's, which share a pool of `pages` pages, page 0 included."""
+
+
+def at_most_once(due: Bool[Array, ""], function: Callable[[Tree], Tree], carry: Tree) -> Tree:
+    """function(carry) if it is due, else the carry: a loop of at most one trip. lax.cond would copy the caches that it passes through (seen
+    in jax 0.10)."""
+    return lax.while_loop(lambda state: state[1], lambda state: (function(state[0]), jnp.array(False)), (carry, due))[0]
 
 
 def no_tokens(batch: int) -> Lengths:
@@ -209,9 +223,3 @@ def where_rows(rows: Bool[Array, "B"], new: Tree, old: Tree) -> Tree:
     """The arrays of `new` in these rows of a batch, those of `old` in the others. Both are pytrees of one structure, and the first axis of
     each array is the batch."""
     return jax.tree.map(lambda new, old: jnp.where(rows.reshape(-1, *(1,) * (old.ndim - 1)), new, old), new, old)
-
-
-def check_tokens(cache: str, what: str, tokens: int, least: int = 1) -> None:
-    """Raises InputError for a number of tokens that is out of range. cache: its name, and what: the setting's, for the message."""
-    if not least <= tokens <= MAX_TOKENS:
-        raise InputError(f"cache {cache}: {what} {tokens} should be from {least} to {MAX_TOKENS} tokens")

@@ -1,9 +1,9 @@
-"""A compact cache: for each row and KV head a bounded number of tokens that stay, a ring of the most recent ones, and room behind them.
+"""A compact cache: for each row and KV head a bounded number of tokens that stay, a ring of the most recent ones, and room after them.
 
-It is for drafts that read no more than that of a long context, and lies in a draft's state. Tokens are taken from the target's cache
-(`Cache.tokens`), so that their keys and values are the target's; the single-token steps of a draft append behind them and are rolled back.
-Attention does not ask for an order of rows, so a row's tokens lie in its first rows, wherever the ring has got to. In full precision the
-kernels of a full-precision cache read them; in 8 bits the reference path does, without a kernel.
+It is a part of the state of drafts that read no more than that of a long context. Tokens are taken from the target's cache
+(`Cache.tokens`), so their keys and values are the target's; the single-token steps of a draft append after them and are rolled back.
+The order of rows makes no difference to attention, so a row's tokens are in its first rows, wherever the ring begins. In full precision
+the kernels of a full-precision cache read them; in 8 bits the reference path does, without a kernel.
 """
 
 import dataclasses
@@ -18,13 +18,12 @@ from pallas_kernels.append_attend import append_and_attend
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.token_codes import TokenCodes, TokenCodesLayer
 from pallas_kernels.formats.views import BOTH_PLANES, FULL_PRECISION
-from qspec_jax.caches.cache import AppendedCache, no_tokens
+from qspec_jax.caches.cache import AppendedCache, KeysValues, no_tokens
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.caches.ring import row_of_token
 
 KINDS = ("full", "int8")
 Layer = FullLayer | TokenCodesLayer
-KeysValues = tuple[Float[Array, "B K T H"], Float[Array, "B K T H"]]
 
 
 @jax.tree_util.register_dataclass
@@ -32,10 +31,16 @@ KeysValues = tuple[Float[Array, "B K T H"], Float[Array, "B K T H"]]
 class CompactCache(AppendedCache):
     """The first kept[b] tokens that a row took in, which stay until it is `refilled`, and the last ring[b] of those that came after.
 
-    layers: in full precision ("full"), or in 8 bits with a full-precision buffer for what a round appends ("int8"). Token t of a row, in
-    the order in which they were taken in, lies in row t; from kept + ring on, in the ring's row of the oldest token. Which tokens of the
-    text these are, each KV head for itself, is the business of whoever fills the cache; keys have the RoPE of their own positions.
-    lengths: in 8 bits and in full precision, those appended in a round among them. taken: how many tokens a row has taken in.
+    Token t of a row, in the order in which they were taken in, is in row t; from t = kept + ring on, it overwrites the ring's oldest token.
+    Which tokens of the text these are, for each KV head, is decided by the code that fills the cache. Keys have the RoPE of their own
+    positions.
+
+    Attributes:
+        layers: in full precision ("full"), or in 8 bits with a full-precision buffer for the tokens of a round ("int8").
+        lengths: numbers of tokens in 8 bits and in full precision, the appended ones of a round included.
+        kept: how many tokens stay.
+        ring: how many tokens the ring has room for.
+        taken: how many tokens a row has taken in.
     """
 
     layers: tuple[Layer, ...]
@@ -46,19 +51,18 @@ class CompactCache(AppendedCache):
 
     @classmethod
     def of(cls, layers: Sequence[Layer], *, kept: Int[Array, "B"], ring: Int[Array, "B"], taken: Int[Array, "B"]) -> Self:
-        """A cache of layers from `make_layer`, whose rows hold what lies there.
+        """A cache of layers from `make_layer`, whose first `taken` tokens are where the class says (`qspec_jax.caches.ring`).
 
-        kept + ring is at most the number of rows of keys that `make_layer` was given plus its `room`, and ring at least 1. taken: so many
-        tokens were taken in, and lie where the class says (`qspec_jax.caches.ring`).
+        kept + ring is at most the number of rows of keys that `make_layer` was given plus its `room`, and ring at least 1.
         """
         made = cls(tuple(layers), no_tokens(kept.shape[0]), kept, ring, taken)
         return made.rollback(made.committed)
 
     @staticmethod
     def make_layer(keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"], *, kind: str, appended: int, room: int = 0) -> Layer:
-        """A layer that holds these rows, and has room for so many behind them. kind: one of `KINDS`. appended: how many tokens a round may
-        append before it rolls back."""
-        spare = appended + 1  # a single token is appended with a row behind it, see `rotate_and_append`
+        """A layer that holds these rows, and has room for `room` more. kind: one of `KINDS`. appended: the maximum number of tokens that a
+        round appends before it rolls back."""
+        spare = appended + 1  # a single token is appended together with the row after it, see `rotate_and_append`
         with_room = lambda x, rows: jnp.pad(x, ((0, 0), (0, 0), (0, rows), (0, 0)))
         if kind == "full":
             return FullLayer(with_room(keys, room + spare), with_room(values, room + spare))
@@ -73,7 +77,7 @@ class CompactCache(AppendedCache):
 
     @property
     def keys(self) -> tuple[Float[Array, "B K S H"], ...]:
-        """The keys of each layer in full precision; those that were taken in lie in the first `rows`."""
+        """The keys of each layer in full precision; those that were taken in are in the first `rows`."""
         return tuple(layer.keys if self.kind == "full" else layer.keys.dequantized(layer.buffer.keys.dtype) for layer in self.layers)
 
     @property
@@ -87,14 +91,14 @@ class CompactCache(AppendedCache):
         return "full" if isinstance(self.layers[0], FullLayer) else "int8"
 
     def attend(self, layer, qkv, cos, sin, *, view):
-        """See `AppendedCache.attend`. There is one way to read it, whatever the view."""
+        """See `AppendedCache.attend`. The cache is read in one way, whatever the view."""
         view = FULL_PRECISION if self.kind == "full" else BOTH_PLANES
         return append_and_attend(qkv, cos, sin, self.layers[layer], self.lengths, view)
 
     def take_in(self, tokens: Sequence[KeysValues], count: Int[Array, "B"]) -> Self:
-        """The cache once the first count[b] of these T tokens of each layer are taken in; the oldest of the ring leave for them.
+        """The cache after taking in the first count[b] of these T tokens of each layer, which overwrite the oldest of the ring.
 
-        Whatever a round has appended is forgotten. A row with a count of 0 does not change otherwise.
+        The tokens that a round has appended are forgotten. A row with a count of 0 does not change otherwise.
         """
         i = jnp.arange(tokens[0][0].shape[2])
         number, taken = self.taken[:, None] + i, self.taken + count
@@ -127,7 +131,7 @@ class CompactCache(AppendedCache):
 
     @property
     def _room(self) -> int:
-        """A row that is not there."""
+        """The index of a row beyond the last."""
         return jax.tree.leaves(self.layers[0].keys)[0].shape[2]
 
     def _stored(self, x: Float[Array, "B K T H"]) -> Array | TokenCodes:

@@ -2,7 +2,9 @@
 
 from typing import ClassVar
 
-from qspec_jax.caches.cache import Cache, Gives
+from jaxtyping import Array, Int
+
+from qspec_jax.caches.cache import Cache, Gives, KeysValues
 from qspec_jax.errors import InputError
 
 
@@ -17,10 +19,10 @@ class EvictingCache(Cache):
     takes_group_size: ClassVar[bool] = False
 
     @property
-    def capacity(self):
+    def capacity(self) -> int:
         return self.row_capacity
 
-    def tokens(self, layer, positions, batch_rows=None):
+    def tokens(self, layer: int, positions: Int[Array, "#R #K T"], batch_rows: Int[Array, "R"] | None = None) -> KeysValues:
         """Raises InputError."""
         raise InputError(
             f"cache {self.name} forgets tokens, and this draft takes tokens from it; give a cache that keeps them, such as int8"

@@ -5,12 +5,12 @@ from typing import ClassVar
 
 import jax
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.append_attend import append_and_attend
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.views import FULL_PRECISION
-from qspec_jax.caches.cache import Cache, no_tokens
+from qspec_jax.caches.cache import Cache, KeysValues, no_tokens
 from qspec_jax.caches.host_memory import NONE, HostSettings
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.settings_text import setting
@@ -26,7 +26,7 @@ class FullSettings(HostSettings):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FullCache(Cache):
-    """Keys and values as they are. There is one way to read them, whatever the view; `lengths.quantized` is always 0."""
+    """Keys and values as they are. They are read in one way, whatever the view; `lengths.quantized` is always 0."""
 
     layers: tuple[FullLayer, ...]
     lengths: Lengths
@@ -35,15 +35,15 @@ class FullCache(Cache):
     takes_group_size: ClassVar[bool] = False
 
     @property
-    def schedule(self):
+    def schedule(self) -> Schedule:
         return Schedule(None)
 
     @property
-    def capacity(self):
+    def capacity(self) -> int:
         return self.layers[0].keys.shape[2]
 
     @classmethod
-    def schedule_of(cls, group_size, settings):
+    def schedule_of(cls, group_size: int, settings: FullSettings) -> Schedule:
         return Schedule(None)
 
     @classmethod
@@ -52,15 +52,15 @@ class FullCache(Cache):
         shape = dict(batch=batch, kv_heads=model.num_kv_heads, rows=rows, head_dim=model.head_dim, dtype=dtype)
         return cls(tuple(FullLayer.zeros(**shape) for _ in range(model.num_layers)), no_tokens(batch))
 
-    def fill(self, layer, keys, values, n):
+    def fill(self, layer: int, keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"], n: Int[Array, "B"]) -> FullLayer:
         old = self.layers[layer]
         return FullLayer(self._put(old.keys, keys), self._put(old.values, values))
 
     def _put(self, held: Float[Array, "B K C H"], new: Float[Array, "B K S H"]) -> Float[Array, "B K C H"]:
-        """What is held with the new tokens that it has room for in place of the first."""
+        """The held array with its first tokens overwritten by the new ones, as far as there is room."""
         return lax.dynamic_update_slice_in_dim(held, new[:, :, : held.shape[2]], 0, axis=2)
 
-    def tokens(self, layer, positions, batch_rows=None):
+    def tokens(self, layer: int, positions: Int[Array, "#R #K T"], batch_rows: Int[Array, "R"] | None = None) -> KeysValues:
         return self.layers[layer].read(positions, batch_rows)
 
     def attend(self, layer, qkv, cos, sin, *, view):

@@ -3,50 +3,57 @@
 A token's attention is accumulated over all queries that have read it, those of the prompt among them, and over the query heads of a KV
 head. Keys keep the RoPE of their positions in the text. In prefill nothing is forgotten yet: a token attends to all tokens before it.
 
-Source: H2O (arXiv 2306.14048), section 4. There a token is evicted in each step; here as many as are recent at a time, once so many have
-come, as quantizing caches flush. Between two evictions all tokens read the same ones, so that a round may use drafts.
+Source: H2O (arXiv 2306.14048), section 4. There a token is evicted in each step; here `recent` tokens at a time, on the schedule by which
+quantizing caches flush. Between two evictions all tokens read the same ones, so that a round may use drafts.
 """
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention.reference import attend_readable, attention_weights
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.pytree import pytree
 from pallas_kernels.formats.rounding import accumulation_dtype
 from pallas_kernels.rope_append import rotate_and_append
-from qspec_jax.caches.cache import MAX_TOKENS, check_tokens, no_tokens
+from qspec_jax.caches.cache import MAX_TOKENS, at_most_once, no_tokens
 from qspec_jax.caches.evicting import EvictingCache
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.models.prompts import equal_parts
+from qspec_jax.settings_text import check_settings, setting
 
 CHUNK_QUERIES = 64  # of a prompt, whose attention is computed once more, and held
 
 
 @dataclasses.dataclass(frozen=True)
-class H2OSettings:
-    """heavy: so many heavy hitters of each KV head. recent: at least so many of the most recent tokens, and less than twice as many, are
-    there too. queries: so many of a prompt's last tokens are those whose attention counts."""
+class H2OCacheSettings:
+    """`recent` to 2 `recent` - 1 of the most recent tokens are kept."""
 
-    heavy: int = 128
-    recent: int = 128
-    queries: int = MAX_TOKENS
+    heavy: int = setting(128, "How many heavy hitters each KV head keeps.", minimum=1, maximum=MAX_TOKENS)
+    recent: int = setting(128, "The minimum number of recent tokens.", minimum=1, maximum=MAX_TOKENS)
+    queries: int = setting(
+        MAX_TOKENS, "How many of a prompt's last tokens count for the choice of heavy hitters.", minimum=1, maximum=MAX_TOKENS
+    )
 
     def __post_init__(self):
-        for name, tokens in vars(self).items():
-            check_tokens("h2o", name, tokens)
+        check_settings("cache h2o:", self)
 
 
 @pytree()
 class H2OLayer:
-    """tokens: heavy hitters in the first rows, in the order of the text, and the recent ones behind them. mass: the accumulated attention
-    of each row; 0 behind the last token. read: of each row, by the queries of the last positions, not accumulated before a round's end;
-    that of position p is in row p mod Q."""
+    """One layer's tokens and their attention.
+
+    Attributes:
+        tokens: heavy hitters in the first rows, in the order of the text, and the recent tokens after them.
+        mass: the accumulated attention of each row; 0 after the last token.
+        read: the attention of the last positions' queries to each row, which is accumulated at the end of a round; that of position p is in
+            row p mod Q.
+    """
 
     tokens: FullLayer
     mass: Float[Array, "B K S"]
@@ -57,28 +64,28 @@ class H2OLayer:
 @dataclasses.dataclass(frozen=True)
 class H2OCache(EvictingCache):
     """Heavy hitters and a buffer of recent tokens. What a quantizing cache quantizes in a flush competes here with the heavy hitters, and
-    those with the least attention are forgotten; `lengths.quantized` counts all that ever competed. There is one way to read it, whatever
-    the view."""
+    those with the least attention are forgotten; `lengths.quantized` counts all that ever competed. It is read in one way, whatever the
+    view."""
 
     layers: tuple[H2OLayer, ...]
     lengths: Lengths
-    settings: H2OSettings = dataclasses.field(metadata={"static": True})
+    settings: H2OCacheSettings = dataclasses.field(metadata={"static": True})
     row_capacity: int = dataclasses.field(metadata={"static": True})
 
-    Settings: ClassVar[type] = H2OSettings
+    Settings: ClassVar[type] = H2OCacheSettings
     name: ClassVar[str] = "h2o"
     chooses_by_head: ClassVar[bool] = True
 
     @property
-    def schedule(self):
+    def schedule(self) -> Schedule:
         return Schedule(self.settings.recent)
 
     @property
-    def prompt_queries(self):
+    def prompt_queries(self) -> int:
         return self.settings.queries
 
     @classmethod
-    def schedule_of(cls, group_size, settings):
+    def schedule_of(cls, group_size: int, settings: H2OCacheSettings) -> Schedule:
         return Schedule(settings.recent)
 
     @classmethod
@@ -93,7 +100,14 @@ class H2OCache(EvictingCache):
 
         return cls(tuple(layer() for _ in range(model.num_layers)), no_tokens(batch), settings, capacity)
 
-    def fill(self, layer, keys, values, n, queries):
+    def fill(
+        self,
+        layer: int,
+        keys: Float[Array, "B K S H"],
+        values: Float[Array, "B K S H"],
+        n: Int[Array, "B"],
+        queries: Float[Array, "B Q N H"],
+    ) -> H2OLayer:
         old = self.layers[layer]
         mass = prompt_mass(queries, keys, n).astype(old.mass.dtype)
         kept = self._kept(mass, self.schedule.quantized_length(n), old.mass.shape[2])
@@ -107,7 +121,7 @@ class H2OCache(EvictingCache):
         put = jax.vmap(lambda read, new, at: read.at[:, at].set(new))
         return attended, H2OLayer(tokens, old.mass, put(old.read, shares, self._places(self.lengths, T))), None
 
-    def commit(self, lengths, kept, *, wait_for):
+    def commit(self, lengths: Lengths, kept: Int[Array, "B"], *, wait_for: Sequence[Array]) -> tuple[Self, Int[Array, "B"]]:
         queries = self.layers[0].read.shape[2]
         places, stays = self._places(lengths, queries)[:, None, :, None], (jnp.arange(queries) < kept[:, None])[:, None, :, None]
 
@@ -118,7 +132,7 @@ class H2OCache(EvictingCache):
         layers = tuple(map(accumulated, self.layers))
         return super(H2OCache, dataclasses.replace(self, layers=layers)).commit(lengths, kept, wait_for=wait_for)
 
-    def flushed_layers(self, due):
+    def flushed_layers(self, due: Bool[Array, "B"]) -> tuple[H2OLayer, ...]:
         heavy = self._heavy(self.lengths.quantized)
         rivals = heavy + jnp.where(due, self.settings.recent, 0)
         valid = self._held(self.lengths)
@@ -127,9 +141,7 @@ class H2OCache(EvictingCache):
             kept = self._kept(layer.mass, rivals, layer.mass.shape[2])
             return dataclasses.replace(layer, **_rows(layer.tokens, layer.mass, kept, valid))
 
-        once = lambda carry: (tuple(map(flushed, carry[0])), jnp.array(False))
-        # A loop of at most one trip: lax.cond would copy the caches that it passes through (seen in jax 0.10).
-        return lax.while_loop(lambda carry: carry[1], once, (self.layers, due.any()))[0]
+        return at_most_once(due.any(), lambda layers: tuple(map(flushed, layers)), self.layers)
 
     def _heavy(self, n: Int[Array, "B"]) -> Int[Array, "B"]:
         """How many heavy hitters there are among n tokens."""
@@ -144,8 +156,8 @@ class H2OCache(EvictingCache):
         return (lengths.total[:, None] + jnp.arange(T)) % self.layers[0].read.shape[2]
 
     def _kept(self, mass: Float[Array, "B K S"], rivals: Int[Array, "B"], rows: int) -> Int[Array, "B K rows"]:
-        """Which tokens are kept, by their numbers, in the order of the text. The first rivals[b] of a row compete for being heavy, and
-        all behind them are kept. Behind the last token stand numbers beyond it."""
+        """The numbers of the tokens that are kept, in the order of the text. The first rivals[b] of a row compete for being heavy, and all
+        later ones are kept. After the last token come numbers beyond it."""
         size, kept = mass.shape[2], self._heavy(rivals)[:, None, None]
         _, heaviest = lax.top_k(jnp.where(jnp.arange(size) < rivals[:, None, None], mass, -jnp.inf), min(self.settings.heavy, size))
         number = jnp.arange(rows)

@@ -9,13 +9,13 @@ from typing import ClassVar, Self
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.append_attend import append_and_attend
 from pallas_kernels.flush import flush
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, Planes, dequantize_tokens, quantize_groups, rows_from
 from pallas_kernels.formats.rounding import accumulation_dtype
-from qspec_jax.caches.cache import Gives, PooledCache, no_tokens
+from qspec_jax.caches.cache import Gives, KeysValues, PooledCache, at_most_once, no_tokens
 from qspec_jax.caches.host_memory import NONE, HostSettings
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.models.prompts import by_heads
@@ -38,8 +38,8 @@ class HierarchicalSettings(HostSettings):
 class HierarchicalCache(PooledCache):
     """Upper and lower 4-bit planes for all but the most recent tokens, which a double full-precision buffer holds.
 
-    scheme: how values become codes, a key of `pallas_kernels.formats.quantization.SCHEMES`. pages: see `HierarchicalLayer`; all layers
-    have the same, which therefore stand here and not in `layers`.
+    scheme: how values become codes, a key of `pallas_kernels.formats.quantization.SCHEMES`. pages: see `HierarchicalLayer`; they are the
+    same for all layers, and therefore not in `layers`.
     """
 
     layers: tuple[HierarchicalLayer, ...]
@@ -61,11 +61,11 @@ class HierarchicalCache(PooledCache):
         return self._layer(0).groups
 
     @property
-    def capacity(self):
+    def capacity(self) -> int:
         return self.groups * self.group_size + self.layers[0].buffer.keys.shape[2]
 
     def whole_layer(self, layer: int) -> HierarchicalLayer:
-        """A layer as whoever reads both of its planes needs it."""
+        """A layer with both of its planes on the device."""
         return self._layer(layer)
 
     def _layer(self, layer: int) -> HierarchicalLayer:
@@ -73,11 +73,11 @@ class HierarchicalCache(PooledCache):
         return dataclasses.replace(self.layers[layer], pages=self.pages)
 
     @property
-    def schedule(self):
+    def schedule(self) -> Schedule:
         return Schedule(self.group_size)
 
     @classmethod
-    def schedule_of(cls, group_size, settings):
+    def schedule_of(cls, group_size: int, settings: HierarchicalSettings) -> Schedule:
         return Schedule(group_size)
 
     @classmethod
@@ -87,8 +87,8 @@ class HierarchicalCache(PooledCache):
         shape |= dict(groups=schedule.groups(capacity), buffer_rows=schedule.buffer_rows(num_speculative_tokens))
         return cls(tuple(HierarchicalLayer.zeros(**shape) for _ in range(model.num_layers)), no_tokens(batch), scheme)
 
-    def fill(self, layer, keys, values, n):
-        """Whole groups are quantized, the rest lies in the buffer. Not for rows that share a pool."""
+    def fill(self, layer: int, keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"], n: Int[Array, "B"]) -> HierarchicalLayer:
+        """See `Cache.fill`. Whole groups are quantized, the rest is in the buffer. Not for rows that share a pool."""
         old, G = self.layers[layer], self.group_size
         rows = old.buffer.keys.shape[2]
         start = self.schedule.quantized_length(n)
@@ -103,7 +103,7 @@ class HierarchicalCache(PooledCache):
         return dataclasses.replace(old, keys=self._put(old.keys, codes[0]), values=self._put(old.values, codes[1]))
 
     def _put(self, held: Planes, new: Planes) -> Planes:
-        """The planes with new groups in place of the first."""
+        """The planes with the first groups overwritten by new ones."""
         return jax.tree.map(lambda held, new: lax.dynamic_update_slice_in_dim(held, new, 0, axis=2), held, new)
 
     def pooled(self, batch: int, pages: int) -> Self:
@@ -116,7 +116,7 @@ class HierarchicalCache(PooledCache):
         table = jnp.zeros((batch, self.groups), jnp.int32)
         return dataclasses.replace(self, layers=tuple(map(layer, self.layers)), lengths=no_tokens(batch), pages=table)
 
-    def with_rows(self, rows, slots, pages=None):
+    def with_rows(self, rows: Self, slots: Int[Array, "k"], pages: Int[Array, "k C"] | None = None) -> Self:
         if self.pages is None:
             return super().with_rows(rows, slots)
         k, C = pages.shape
@@ -133,7 +133,7 @@ class HierarchicalCache(PooledCache):
         layers = tuple(map(layer, self.layers, rows.layers))
         return dataclasses.replace(self, layers=layers, lengths=lengths, pages=self.pages.at[slots].set(pages))
 
-    def tokens(self, layer, positions, batch_rows=None):
+    def tokens(self, layer: int, positions: Int[Array, "#R #K T"], batch_rows: Int[Array, "R"] | None = None) -> KeysValues:
         quantized = self.lengths.quantized if batch_rows is None else self.lengths.quantized[batch_rows]
         held, quantized = self.whole_layer(layer), quantized[:, None, None]
         recent = held.buffer.read(positions - quantized, batch_rows)
@@ -153,11 +153,9 @@ class HierarchicalCache(PooledCache):
         attended, new, mass = append_and_attend(qkv, cos, sin, self._layer(layer), self.lengths, view)
         return attended, dataclasses.replace(new, pages=None), mass
 
-    def flushed_layers(self, due):
-        def once(carry):
-            cache = dataclasses.replace(self, layers=carry[0])
-            flushed = (flush(cache._layer(i), self.lengths, due, scheme=self.scheme) for i in range(len(cache.layers)))
-            return tuple(dataclasses.replace(layer, pages=None) for layer in flushed), jnp.array(False)
+    def flushed_layers(self, due: Bool[Array, "B"]) -> tuple[HierarchicalLayer, ...]:
+        def flushed(layer: HierarchicalLayer) -> HierarchicalLayer:
+            new = flush(dataclasses.replace(layer, pages=self.pages), self.lengths, due, scheme=self.scheme)
+            return dataclasses.replace(new, pages=None)
 
-        # A loop of at most one trip: lax.cond would copy the caches that it passes through (seen in jax 0.10).
-        return lax.while_loop(lambda carry: carry[1], once, (self.layers, due.any()))[0]
+        return at_most_once(due.any(), lambda layers: tuple(map(flushed, layers)), self.layers)

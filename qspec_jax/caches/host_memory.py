@@ -9,7 +9,7 @@ gather (`pallas_kernels.gather.taken`).
 
 import abc
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from qspec_jax.caches.cache import AppendedCache
 from qspec_jax.errors import InputError
 from qspec_jax.settings_text import check_settings, setting
 
-ROWS_AT_ONCE = 16  # rows that a trip of the loop in `written` writes; so many or fewer are written without a loop
+ROWS_AT_ONCE = 16  # rows that a trip of the loop in `written` writes; up to this number are written without a loop
 NONE = "none"  # the value of `host` for a cache that is entirely on the device
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
@@ -38,13 +38,13 @@ class HostSettings:
 
     Layers whose cache is entirely on the device are called resident. They are spread evenly among the others, so that the others are
     copied while resident ones are computed. A `resident` of None, "auto" in a text, leaves their number to
-    `qspec_jax.decoding.host_residence`: as many as fit the device's free memory. In a cache that is made without it no layer is resident.
+    `qspec_jax.decoding.host_residence`, by the device's free memory. In a cache that is made without it no layer is resident.
     """
 
     host: str = NONE
     resident: float | None = setting(
         None,
-        "The share of the layers whose cache is entirely on the device, rounded to whole layers; auto: as many as fit.",
+        "The share of the layers whose cache is entirely on the device, rounded to whole layers; by default those that fit.",
         minimum=0,
         maximum=1,
         parse=_share,
@@ -63,7 +63,7 @@ class HostSettings:
         return self.host != NONE and (self.resident is None or self.resident < 1)
 
     def streamed(self, layers: int) -> tuple[bool, ...]:
-        """Whether a part of each layer, of so many, is in host memory."""
+        """Whether a part of each of `layers` layers is in host memory."""
         others = layers - round((self.resident or 0) * layers)
         return tuple((i + 1) * others // layers > i * others // layers for i in range(layers))
 
@@ -89,7 +89,7 @@ def to_device(x: Array) -> Array:
 
 
 def written(held: Array, new: Array, at: Int[Array, "B"]) -> Array:
-    """The array, which is in host memory, with new[b] in place of as many entries of axis 2 from at[b] on. new: on the device."""
+    """The array, which is in host memory, with its entries of axis 2 from at[b] on overwritten by new[b], which is on the device."""
     zero = jnp.zeros_like(at[0])
 
     # One row after the other, since XLA's scatter into host memory fails on a GPU (openxla/xla#34565).
@@ -102,7 +102,7 @@ def written(held: Array, new: Array, at: Int[Array, "B"]) -> Array:
 
 
 def with_rows(held: Array, rows: Array, slots: Int[Array, "k"]) -> Array:
-    """The array with k others of its rows, which are in the same memory."""
+    """The array with k of its rows replaced by others, which are in the same memory."""
     if not in_host(held):
         return held.at[slots].set(rows)
     # One row after the other, since XLA's scatter into host memory fails on a GPU (openxla/xla#34565). The rows are few: no loop is needed.
@@ -127,7 +127,7 @@ class StreamedCache(AppendedCache):
 
     @abc.abstractmethod
     def with_part(self, held: Any, part: Any) -> Any:
-        """A layer with other arrays in place of its `offloaded_part`."""
+        """A layer with its `offloaded_part` replaced by these arrays."""
 
     @abc.abstractmethod
     def attend_to(self, layer: int, copied: Any, qkv, cos, sin, *, view: View) -> tuple[Array, Any, Array | None]:
@@ -144,7 +144,7 @@ class StreamedCache(AppendedCache):
         on_device = self.with_part(held, jax.tree.map(to_device, part))
         return dataclasses.replace(self, layers=(*self.layers[:layer], on_device, *self.layers[layer + 1 :])), after
 
-    def with_rows(self, rows, slots, pages=None):
+    def with_rows(self, rows: Self, slots: Int[Array, "k"], pages: Int[Array, "k C"] | None = None) -> Self:
         return jax.tree.map(lambda held, new: with_rows(held, new, slots), self, rows)
 
     def attend(self, layer, qkv, cos, sin, *, view):

@@ -10,7 +10,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.append_attend import append_and_attend
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths, moved_up, rows_from
@@ -18,38 +18,43 @@ from pallas_kernels.formats.low_bits import BITS, RULES, LowBits, key_parameter_
 from pallas_kernels.formats.rounding import accumulation_dtype, parameter_dtype
 from pallas_kernels.formats.token_codes import TokenCodesLayer
 from pallas_kernels.formats.views import BOTH_PLANES
-from qspec_jax.caches.cache import Cache, check_tokens, no_tokens
+from qspec_jax.caches.cache import MAX_TOKENS, Cache, KeysValues, at_most_once, no_tokens
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.errors import InputError
 from qspec_jax.models.prompts import by_heads
+from qspec_jax.settings_text import check_settings, setting
 
 
 @dataclasses.dataclass(frozen=True)
 class KiviSettings:
-    """bits: 1 or 2. residual: at least so many of the most recent tokens, and less than twice as many, are in full precision; a flush
-    quantizes so many tokens at once. It is a multiple of the group size. rule: where the two levels of 1-bit codes lie, "extremes" at a
-    group's minimum and maximum (KIVI), or "centred" a quarter of the range inside them (SpeCache); with 2 bits it makes no difference."""
+    """`residual` to 2 `residual` - 1 of the most recent tokens are in full precision; a flush quantizes `residual` tokens at once."""
 
-    bits: int = 2
-    residual: int = 128
-    rule: str = "centred"
+    bits: int = setting(2, "Bits of a code.", choices=BITS)
+    residual: int = setting(
+        128,
+        "The minimum number of recent tokens in full precision, a multiple of the group size.",
+        minimum=1,
+        maximum=MAX_TOKENS,
+    )
+    rule: str = setting(
+        "centred",
+        "Where the two levels of 1-bit codes are: at a group's minimum and maximum (extremes, as in KIVI), or a quarter of the range "
+        "inside them (centred, as in SpeCache).",
+        choices=RULES,
+    )
 
     name: ClassVar[str] = "kivi"
 
     def __post_init__(self):
-        if self.bits not in BITS:
-            raise InputError(f"cache {self.name}: bits {self.bits} should be {' or '.join(map(str, BITS))}")
-        check_tokens(self.name, "residual", self.residual)
-        if self.rule not in RULES:
-            raise InputError(f"cache {self.name}: rule {self.rule!r} should be {' or '.join(RULES)}")
+        check_settings(f"cache {self.name}:", self)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KiviCache(Cache):
     """Keys with a scale for each channel and group of tokens, values with one for each token and group of as many channels. A group here is
-    a quantization group, 32 tokens or channels by default; a flush quantizes `residual` tokens, which are one or more groups. There is one
-    way to read the cache, whatever the view. settings: see `KiviSettings`."""
+    a quantization group, 32 tokens or channels by default; a flush quantizes `residual` tokens, which are one or more groups. The
+    cache is read in one way, whatever the view."""
 
     layers: tuple[TokenCodesLayer, ...]
     lengths: Lengths
@@ -59,15 +64,15 @@ class KiviCache(Cache):
     default_group: ClassVar[int] = 32
 
     @property
-    def schedule(self):
+    def schedule(self) -> Schedule:
         return Schedule(self.settings.residual)
 
     @property
-    def capacity(self):
+    def capacity(self) -> int:
         return self.layers[0].keys.tokens + self.layers[0].buffer.keys.shape[2]
 
     @classmethod
-    def schedule_of(cls, group_size, settings):
+    def schedule_of(cls, group_size: int, settings: KiviSettings) -> Schedule:
         if settings.residual % group_size:
             raise InputError(f"cache {settings.name}: residual {settings.residual} should be a multiple of the group size, {group_size}")
         return Schedule(settings.residual)
@@ -98,7 +103,7 @@ class KiviCache(Cache):
         coded = sum(of_row((x.keys, x.values), quantized, x.keys.tokens) if x.keys.tokens else 0 for x in self.layers)
         return coded + sum(of_row(x.buffer, tokens - quantized, x.buffer.keys.shape[2]) for x in self.layers), 0
 
-    def fill(self, layer, keys, values, n):
+    def fill(self, layer: int, keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"], n: Int[Array, "B"]) -> TokenCodesLayer:
         old, start = self.layers[layer], self.schedule.quantized_length(n)
         rows = old.buffer.keys.shape[2]
         buffer = FullLayer(rows_from(keys, start, rows), rows_from(values, start, rows))
@@ -115,7 +120,7 @@ class KiviCache(Cache):
         grouped = {"tokens": held.group_tokens, "channels": x.shape[3] // held.scale.shape[3]}
         return LowBits.of(x, bits=self.settings.bits, **grouped, rule=self.settings.rule, dtype=held.scale.dtype)
 
-    def tokens(self, layer, positions, batch_rows=None):
+    def tokens(self, layer: int, positions: Int[Array, "#R #K T"], batch_rows: Int[Array, "R"] | None = None) -> KeysValues:
         rows = jnp.arange(self.lengths.quantized.shape[0]) if batch_rows is None else batch_rows
         held, quantized = self.layers[layer], self.lengths.quantized[rows][:, None, None]
         recent = held.buffer.read(positions - quantized, batch_rows)
@@ -129,7 +134,7 @@ class KiviCache(Cache):
     def attend(self, layer, qkv, cos, sin, *, view):
         return append_and_attend(qkv, cos, sin, self.layers[layer], self.lengths, BOTH_PLANES)
 
-    def flushed_layers(self, due):
+    def flushed_layers(self, due: Bool[Array, "B"]) -> tuple[TokenCodesLayer, ...]:
         size = self.settings.residual
         if self.layers[0].keys.tokens == 0:
             return self.layers
@@ -142,9 +147,7 @@ class KiviCache(Cache):
             )
             return TokenCodesLayer(keys, values, FullLayer(moved_up(buffer.keys, size, due), moved_up(buffer.values, size, due)))
 
-        once = lambda carry: (tuple(map(flushed, carry[0])), jnp.array(False))
-        # A loop of at most one trip: lax.cond would copy the caches that it passes through (seen in jax 0.10).
-        return lax.while_loop(lambda carry: carry[1], once, (self.layers, due.any()))[0]
+        return at_most_once(due.any(), lambda layers: tuple(map(flushed, layers)), self.layers)
 
 
 def _written(held: LowBits, new: LowBits, at: Int[Array, "B"], due: Array) -> LowBits:

@@ -8,17 +8,19 @@ both planes are in host memory, for drafts with a compact cache of their own. `O
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from pallas_kernels.append_attend import append_and_attend
 from pallas_kernels.flush import flush
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Planes, moved_up, quantize_groups
 from pallas_kernels.gather import taken
+from qspec_jax.caches.cache import KeysValues, at_most_once
 from qspec_jax.caches.full import FullCache
 from qspec_jax.caches.hierarchical import HierarchicalCache
 from qspec_jax.caches.host_memory import StreamedCache, in_host, to_host, written
@@ -31,7 +33,7 @@ class OffloadedCache(StreamedCache, HierarchicalCache):
     Such an array is copied to the device whole, and groups are written into it; nothing else reads or writes it. A draft that reads an
     upper plane in host memory copies it in each of its steps. offloaded: the names of the arrays.
 
-    A flush writes a group for every row. For a row that is not due it goes behind its last group, where nothing reads it; there is room for
+    A flush writes a group for every row. For a row that is not due it goes after its last group, where nothing reads it; there is room for
     one group more than a row may quantize, so that this place is inside the array.
     """
 
@@ -48,7 +50,7 @@ class OffloadedCache(StreamedCache, HierarchicalCache):
         return dataclasses.replace(cache, layers=layers, offloaded=names)
 
     @property
-    def capacity(self):
+    def capacity(self) -> int:
         return super().capacity - self.group_size
 
     def offloaded_part(self, held):
@@ -80,12 +82,12 @@ class OffloadedCache(StreamedCache, HierarchicalCache):
     def attend_to(self, layer, copied, qkv, cos, sin, *, view):
         held = self.layers[layer]
         read = _with_arrays(held, copied)
-        if in_host(read.keys.lower):  # a pass that reads the upper plane alone gets it in place of the lower one too
+        if in_host(read.keys.lower):  # a pass that reads the upper plane alone is given it as the lower one too
             read = _with_arrays(read, ({"lower": read.keys.upper}, {"lower": read.values.upper}))
         attended, new, mass = append_and_attend(qkv, cos, sin, read, self.lengths, view)
         return attended, held.with_buffer(new.buffer), mass
 
-    def flushed_layers(self, due):
+    def flushed_layers(self, due: Bool[Array, "B"]) -> tuple[Any, ...]:
         if self.groups == 0:
             return self.layers
 
@@ -98,9 +100,7 @@ class OffloadedCache(StreamedCache, HierarchicalCache):
             keys, values = (_with_group(*both, self.lengths.quantized // G) for both in zip((layer.keys, layer.values), codes))
             return HierarchicalLayer(keys, values, FullLayer(moved_up(buffer.keys, G, due), moved_up(buffer.values, G, due)))
 
-        once = lambda carry: (tuple(map(flushed, carry[0])), jnp.array(False))
-        # A loop of at most one trip: lax.cond would copy the caches that it passes through (seen in jax 0.10).
-        return lax.while_loop(lambda carry: carry[1], once, (self.layers, due.any()))[0]
+        return at_most_once(due.any(), lambda layers: tuple(map(flushed, layers)), self.layers)
 
 
 def _streams(layer: HierarchicalLayer) -> bool:
@@ -117,8 +117,8 @@ def _with_arrays(layer: HierarchicalLayer, arrays: tuple[dict[str, Array], ...])
 
 
 def _with_group(held: Planes, new: Planes, group: Int[Array, "B"]) -> Planes:
-    """The planes with a new group as number group[b] of each row b, the place behind its last group. Nothing has read this place before,
-    and in a row that is not due nothing reads it before it is written again."""
+    """The planes with a new group as number group[b] of each row b, after its last group. Nothing has read this place before, and in a row
+    that is not due nothing reads it before it is written again."""
     row = jnp.arange(group.shape[0])
 
     def put(held: Array, new: Array) -> Array:
@@ -156,7 +156,7 @@ class OffloadedFullCache(StreamedCache, FullCache):
     def _put(self, held, new):
         return super()._put(held, to_host(new) if in_host(held) else new)
 
-    def tokens(self, layer, positions, batch_rows=None):
+    def tokens(self, layer: int, positions: Int[Array, "#R #K T"], batch_rows: Int[Array, "R"] | None = None) -> KeysValues:
         held = self.layers[layer]
         if not in_host(held.keys):
             return super().tokens(layer, positions, batch_rows)

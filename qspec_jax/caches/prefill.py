@@ -23,8 +23,8 @@ def prefill(
 ) -> tuple[Float[Array, "B V"], Cache] | tuple[Float[Array, "B V"], Cache, tuple[Float[Array, "B Q N H"], ...]]:
     """Logits after the last token of each prompt, and the cache that holds the prompts.
 
-    tokens: prompts of n[b] tokens padded on the right to S, a `bucket`. cache: empty. queries: also returns, for each layer, the queries
-    after RoPE of the last so many tokens of each prompt, the last one in the last row; zeros stand before a prompt's first token.
+    tokens: prompts of n[b] tokens padded on the right to S, a `bucket`. cache: empty. queries: if it is not 0, also returns for each layer
+    the queries after RoPE of this number of last tokens of each prompt, the last one in the last row, and zeros before a prompt's first.
     """
     x, angles = embedded(model, tokens, n)
     x, layers, last_queries = through_layers(model.layers, angles, x, n, cache, nope=model.config.nope_layers, queries=queries)
@@ -50,14 +50,24 @@ def through_layers(
     nope: Sequence[int],
     queries: int,
 ) -> tuple[Float[Array, "B S D"], tuple[Any, ...], tuple[Float[Array, "B Q N H"], ...]]:
-    """The hidden states behind these layers; the layers of the cache that hold the prompts, of an empty cache of as many; and the last
-    queries of each layer, see `prefill`. angles: as `embedded` returns them. nope: which of these layers are without RoPE."""
+    """The hidden states after these layers; the layers of the cache, filled with the prompts; and the last queries of each layer, see
+    `prefill`.
+
+    Args:
+        blocks: the layers.
+        angles: as `embedded` returns them.
+        x: the hidden states before these layers.
+        n: tokens of each prompt.
+        cache: an empty cache of the same number of layers.
+        nope: which of these layers are without RoPE.
+        queries: see `prefill`.
+    """
     layers, last_queries = [], []
     for i, block in enumerate(blocks):
         q, k, v = by_chunks(block.before_attention, x, *(unrotated(*angles) if i in nope else angles))
         cache_queries = min(cache.prompt_queries, q.shape[1])
-        # What is attended takes the queries' place. Without this barrier XLA may take the last ones out behind that, of a copy of all; and
-        # where it believes memory to be short only at the end, and hold those of all layers until then (jax 0.11).
+        # The attended values overwrite the queries. Without this barrier XLA may slice the last queries after that, from a copy of all; and
+        # when it estimates that memory is short, only at the end, holding those of all layers until then (jax 0.11).
         q, last = lax.optimization_barrier((q, _last(q, n, max(queries, cache_queries))))
         attended = attend_prompt(q, k, v)
         x = replaced(block.after_attention, x, attended, parts=equal_parts(x.shape[1], CHUNK_TOKENS))
@@ -75,12 +85,12 @@ def through_layers(
 
 
 def last_logits(model: Llama, x: Float[Array, "B S D"], n: Int[Array, "B"]) -> Float[Array, "B V"]:
-    """Logits after the last token of each prompt, of the hidden states behind the last layer."""
+    """Logits after the last token of each prompt, from the hidden states after the last layer."""
     last = jax.vmap(lambda row, at: row[at - 1])(x, n)
     return model.logits(last[:, None])[:, 0]
 
 
 def _last(q: Float[Array, "B S N H"], n: Int[Array, "B"], count: int) -> Float[Array, "B Q N H"]:
-    """The rows n[b] - count to n[b] - 1 of each prompt; the padding behind a ragged prompt's end is never among them."""
+    """The rows n[b] - count to n[b] - 1 of each prompt; never the padding after a prompt's end."""
     padded = jnp.pad(q, ((0, 0), (count, 0), (0, 0), (0, 0)))
     return jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, count, 0))(padded, n)

@@ -1,4 +1,4 @@
-"""A cache around another, which is read and appended to as ever, but whose passes also leave something that comes of their queries."""
+"""A cache around another, whose passes read and append to that one, and also keep something computed from their queries."""
 
 import abc
 import dataclasses
@@ -12,17 +12,18 @@ from qspec_jax.caches.cache import AppendedCache
 
 
 class QueriedCache(AppendedCache):
-    """A subclass is a frozen dataclass registered as a pytree, and says what a pass leaves. cache: what is read and appended to."""
+    """A subclass is a frozen dataclass registered as a pytree, and defines what a pass keeps. cache: the one that is read and appended
+    to."""
 
     cache: AppendedCache
 
     @abc.abstractmethod
     def of_queries(self, layer: int, q: Float[Array, "B T N H"], entry: Any) -> Any:
-        """What a pass leaves in a layer. q: its queries after RoPE. entry: the layer's new entry, in which its tokens are appended."""
+        """What a pass keeps of a layer. q: its queries after RoPE. entry: the layer's new entry, in which its tokens are appended."""
 
     @abc.abstractmethod
     def after_pass(self, left: tuple[Any, ...]) -> Self:
-        """This cache with what a pass left in each layer."""
+        """This cache with what a pass kept of each layer."""
 
     @property
     def layers(self) -> tuple[Any, ...]:
@@ -41,9 +42,9 @@ class QueriedCache(AppendedCache):
         q = rotate(qkv.reshape(B, T, -1, H)[:, :, :N], cos, sin)
         return attended, (new, self.of_queries(layer, q, new)), mass
 
-    def advance(self, layers, tokens):
+    def advance(self, layers: tuple[Any, ...], tokens: int) -> Self:
         new, left = zip(*layers)
         return dataclasses.replace(self.after_pass(left), cache=self.cache.advance(new, tokens))
 
-    def rollback(self, lengths):
+    def rollback(self, lengths: Lengths) -> Self:
         return dataclasses.replace(self, cache=self.cache.rollback(lengths))

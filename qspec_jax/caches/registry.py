@@ -30,10 +30,11 @@ class RegisteredCache(Protocol):
         Settings: the class of the cache's own settings, see `qspec_jax.settings_text.setting`; a class without this attribute has none.
             A property `in_host_memory` of it says whether a part of the cache may be in host memory.
         default_group: tokens of a key group, if not given; 128 for a class that does not have this attribute.
-        gives, takes_group_size, chooses_by_head: see `Cache`.
+        gives, takes_drafts, takes_group_size, chooses_by_head: see `Cache`.
     """
 
     gives: ClassVar[frozenset[Gives]]
+    takes_drafts: ClassVar[bool]
     takes_group_size: ClassVar[bool]
     chooses_by_head: ClassVar[bool]
 
@@ -73,10 +74,14 @@ class CacheChoice(Protocol):
     Attributes:
         in_host_memory: whether a part of the cache may be in host memory. Then it is a `CacheConfig`.
         streams: whether each pass copies a part of the cache from host memory.
+        takes_drafts: whether any draft but `none` is compatible with the cache.
+        guesses: whether each pass also reads the model's guess at the next token (`qspec_jax.drafts.guess`).
     """
 
     in_host_memory: bool
     streams: bool
+    takes_drafts: bool
+    guesses: bool
 
     def check_division(self, model: Llama) -> None:
         """Raises InputError where the cache cannot be divided over devices as the model is."""
@@ -163,6 +168,16 @@ class CacheConfig:
     def with_resident(self, share: float) -> Self:
         """The cache with this share of its layers on the device, see `HostSettings`; for one that `streams`."""
         return dataclasses.replace(self, settings=dataclasses.replace(self.settings, resident=share))
+
+    @property
+    def guesses(self) -> bool:
+        """Whether each pass also reads the model's guess at the next token (`qspec_jax.drafts.guess`)."""
+        return getattr(self.settings, "guesses", False)
+
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether any draft but `none` is compatible with the cache."""
+        return CACHES[self.kind].takes_drafts
 
     @property
     def takes_group_size(self) -> bool:

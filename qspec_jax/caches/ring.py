@@ -1,17 +1,17 @@
-"""Where tokens lie: the first `kept` tokens of a row in its first rows, and those that came after in a ring behind them."""
+"""Which row a token is in: the first `kept` tokens of a row are in its first rows, and later ones in a ring after them."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 
 def row_of_token(token: Int[Array, "B T"], kept: Int[Array, "B"], ring: Int[Array, "B"]) -> Int[Array, "B T"]:
-    """The row in which the token lies that was taken in as number `token`, as long as it is there."""
+    """The row of the token that was taken in as number `token`, until it is overwritten."""
     kept, ring = kept[:, None], ring[:, None]
     return jnp.where(token < kept, token, kept + (token - kept) % ring)
 
 
 def token_in_row(row: Int[Array, "S"], taken: Int[Array, "B"], kept: Int[Array, "B"], ring: Int[Array, "B"]) -> Int[Array, "B S"]:
-    """The number of the last token that lies in a row once taken[b] have been taken in; the row's own number where none does yet."""
+    """The number of the last token in a row after taken[b] have been taken in; the row's own number if there is none yet."""
     kept, ring, taken = kept[:, None], ring[:, None], taken[:, None]
     laps = jnp.where((row < kept) | (row >= taken), 0, (taken - 1 - row) // ring)
     return row + laps * ring

@@ -2,7 +2,7 @@
 
 A flush quantizes the oldest G tokens of a row's full-precision buffer at once. G is the schedule's `flush_size`: in the cache int8 one
 quantization group, in kivi and specache `residual` tokens, which may be several groups; in h2o, whose flushes forget tokens instead,
-`recent` tokens. A row of n cached tokens has `quantized_length(n)` of them quantized, whatever way it came to n, and the others, fewer than
+`recent` tokens. A row of n cached tokens has `quantized_length(n)` of them quantized, which depends on n alone, and the others, fewer than
 2G, in the buffer. A round uses no more drafts than one-by-one decoding would have verified before it flushed; with more the target would
 read other codes, and its output would not be its own. See QuantSpec (arXiv 2502.10424), section 4.3 and algorithm 1.
 """
@@ -22,7 +22,7 @@ class Schedule:
     flush_size: int | None
 
     def quantized_length(self, n: Array | int) -> Array | int:
-        """How many of n cached tokens are quantized: a multiple of G, and never the last G to 2G - 1 tokens. An int where n is one, which
+        """How many of n cached tokens are quantized: a multiple of G, and never the last G to 2G - 1 tokens. An int for an int, which
         needs no device."""
         G = self.flush_size
         if G is None:
@@ -56,16 +56,16 @@ class Schedule:
         return 2 * self.flush_size + num_speculative_tokens + 1
 
     def groups(self, capacity: int) -> int:
-        """The most flushes that a row of at most `capacity` cached tokens has. With int8 each fills one quantization group, with kivi and
-        specache perhaps several."""
+        """The maximum number of flushes of a row of at most `capacity` cached tokens. With int8 each fills one quantization group, with
+        kivi and specache perhaps several."""
         return max(0, capacity // self.flush_size - 1)
 
     def max_drafts(self, gamma: int) -> int:
-        """The most drafts, of gamma asked for, that any round of any row may use."""
+        """The maximum number of drafts, of gamma asked for, that a round of any row may use."""
         return gamma if self.flush_size is None else min(gamma, 2 * self.flush_size - 1)
 
 
-def eligible_drafts(most: Int[Array, "B"], draft_room: Int[Array, "B"], wanted: Int[Array, "B"]) -> Int[Array, "B"]:
-    """How many drafts a row may use in a round: at most `most`, what the schedule has room for, and one fewer than the tokens that are
+def eligible_drafts(maximum: Int[Array, "B"], draft_room: Int[Array, "B"], wanted: Int[Array, "B"]) -> Int[Array, "B"]:
+    """How many drafts a row may use in a round: at most `maximum`, what the schedule has room for, and one fewer than the tokens that are
     still wanted, since the target adds one of its own."""
-    return jnp.maximum(jnp.minimum(jnp.minimum(most, draft_room), wanted - 1), 0)
+    return jnp.maximum(jnp.minimum(jnp.minimum(maximum, draft_room), wanted - 1), 0)

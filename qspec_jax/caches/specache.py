@@ -11,13 +11,12 @@ precision it reads instead. Where these k come from is the setting `fetch`:
 * checked: as ahead, but where the guess at the first token of the pass was wrong in any row, the pass chooses as with now. All rows of the
   batch then compute attention twice, and the rows whose guess was right ignore the choice.
 
-Source: SpeCache (arXiv 2503.16163), sections 3.3 and 3.4. There the last token of a pass is a guess at the next one, as it is here with the
-draft specache (`qspec_jax.drafts.specache`); without a draft it is the last token of the text. There the store is in host memory, as it is
-here with `host=store`.
+Source: SpeCache (arXiv 2503.16163), sections 3.3 and 3.4. There the last token of a pass is a guess at the next one, as it is here
+(`qspec_jax.drafts.guess`). There the store is in host memory, as it is here with `host=store`.
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -33,42 +32,33 @@ from pallas_kernels.formats.views import BOTH_PLANES
 from pallas_kernels.gather import gather_tokens
 from pallas_kernels.replaced_attention import attend_and_choose
 from pallas_kernels.rope_append import rotate_and_append
-from qspec_jax.caches.cache import Cache, Gives, check_tokens, no_tokens, where_rows
+from qspec_jax.caches.cache import MAX_TOKENS, Cache, KeysValues, at_most_once, no_tokens, where_rows
 from qspec_jax.caches.host_memory import NONE, in_host, to_host, with_rows, written
 from qspec_jax.caches.kivi import KiviCache, KiviSettings
-from qspec_jax.errors import InputError
-from qspec_jax.settings_text import check_settings, setting
+from qspec_jax.caches.schedule import Schedule
+from qspec_jax.settings_text import setting
 
-FETCH = ("ahead", "checked", "now")
 STORE = "store"  # the part of the cache that may be in host memory
 
 
 @dataclasses.dataclass(frozen=True)
 class SpeCacheSettings(KiviSettings):
-    """bits, residual, rule: see `KiviSettings`. k: how many tokens each KV head reads in full precision besides those in the buffer.
+    """The store is all quantized tokens in full precision. On the device the cache takes more memory than a full-precision one, by the
+    codes and by what is fetched: it saves bytes that a pass reads, not memory."""
 
-    fetch: which pass chooses these k tokens. "ahead": the pass before, by its last token, which with the draft specache is a guess at the
-    next token, and without a draft a token of the text. "checked": the pass before where the guess was right, else the pass itself.
-    "now": always the pass itself. `GenerationConfig` refuses "checked" without a draft, as there is then no guess to check, and "now" with
-    the draft specache, whose guess nothing would use.
-
-    host: "store" if the store, which holds all quantized tokens in full precision, is in host memory, else "none". With "none" the cache
-    takes more device memory than a full-precision one, by the codes and by what is fetched: it saves bytes that a pass reads, not memory.
-    """
-
-    residual: int = 64
-    k: int = 64
-    fetch: str = "ahead"
+    residual: int = setting(
+        64, "The minimum number of recent tokens in full precision, a multiple of the group size.", minimum=1, maximum=MAX_TOKENS
+    )
+    k: int = setting(64, "How many tokens each KV head reads in full precision besides the recent ones.", minimum=1, maximum=MAX_TOKENS)
+    fetch: str = setting(
+        "ahead",
+        "Which pass chooses these tokens: the pass before by its guess at the next token (ahead), the pass itself where the guess was "
+        "wrong (checked), or always the pass itself (now).",
+        choices=("ahead", "checked", "now"),
+    )
     host: str = setting(NONE, "The part of the cache in host memory: the tokens in full precision.", choices=(NONE, STORE))
 
     name: ClassVar[str] = "specache"
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_tokens(self.name, "k", self.k)
-        if self.fetch not in FETCH:
-            raise InputError(f"cache {self.name}: fetch {self.fetch!r} should be {', '.join(FETCH[:-1])} or {FETCH[-1]}")
-        check_settings(f"cache {self.name}:", self)
 
     @property
     def guesses(self) -> bool:
@@ -100,10 +90,10 @@ class SpeCacheLayer:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SpeCache(Cache):
-    """See the module. There is one way to read it, whatever the view.
+    """See the module. It is read in one way, whatever the view.
 
-    missed: for each row, whether the fetched tokens were chosen by a wrong guess at the token that the next pass begins with. Whoever makes
-    the guess, the draft or the loop that scores texts, sets it; only `fetch=checked` reads it.
+    missed: for each row, whether the fetched tokens were chosen by a wrong guess at the token that the next pass begins with. The code that
+    makes the guess sets it (`qspec_jax.drafts.guess`, `qspec_jax.evaluate.perplexity`); only `fetch=checked` reads it.
     """
 
     layers: tuple[SpeCacheLayer, ...]
@@ -113,7 +103,7 @@ class SpeCache(Cache):
 
     Settings: ClassVar[type] = SpeCacheSettings
     default_group: ClassVar[int] = KiviCache.default_group
-    gives: ClassVar[frozenset[Gives]] = frozenset({Gives.TOKENS, Gives.GUESSES})
+    takes_drafts: ClassVar[bool] = False  # a draft's tokens would choose what a pass reads
     chooses_by_head: ClassVar[bool] = True
 
     @property
@@ -122,15 +112,15 @@ class SpeCache(Cache):
         return KiviCache(tuple(layer.codes for layer in self.layers), self.lengths, self.settings)
 
     @property
-    def schedule(self):
+    def schedule(self) -> Schedule:
         return self._codes.schedule
 
     @property
-    def capacity(self):
+    def capacity(self) -> int:
         return self._codes.capacity
 
     @classmethod
-    def schedule_of(cls, group_size, settings):
+    def schedule_of(cls, group_size: int, settings: SpeCacheSettings) -> Schedule:
         return KiviCache.schedule_of(group_size, settings)
 
     @classmethod
@@ -156,16 +146,16 @@ class SpeCache(Cache):
         # and fetch=checked after a wrong guess) it also reads the codes a second time, which is not counted.
         return (coded + size, size) if in_host(self.layers[0].store) else (coded + 2 * size, 0)
 
-    def fill(self, layer, keys, values, n):
+    def fill(self, layer: int, keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"], n: Int[Array, "B"]) -> SpeCacheLayer:
         old = self.layers[layer]
         tokens = _stacked(keys, values)[:, :, : old.store.shape[2]]
         store = lax.dynamic_update_slice_in_dim(old.store, to_host(tokens) if in_host(old.store) else tokens, 0, axis=2)
         return SpeCacheLayer(self._codes.fill(layer, keys, values, n), store, old.fetched)
 
-    def with_rows(self, rows, slots, pages=None):
+    def with_rows(self, rows: Self, slots: Int[Array, "k"], pages: Int[Array, "k C"] | None = None) -> Self:
         return jax.tree.map(lambda held, new: with_rows(held, new, slots), self, rows)
 
-    def tokens(self, layer, positions, batch_rows=None):
+    def tokens(self, layer: int, positions: Int[Array, "#R #K T"], batch_rows: Int[Array, "R"] | None = None) -> KeysValues:
         return self._codes.tokens(layer, positions, batch_rows)
 
     def attend(self, layer, qkv, cos, sin, *, view):
@@ -179,23 +169,21 @@ class SpeCache(Cache):
         if self.settings.fetch == "now":
             fetched = self._chosen_by_first(q, codes, old, jnp.ones_like(self.missed))
         if self.settings.fetch == "checked":
-            # A loop of at most one trip, where lax.cond would copy the caches that it passes through (seen in jax 0.10).
-            again = lambda carry: (self._chosen_by_first(q, codes, old, self.missed), jnp.array(False))
-            fetched, _ = lax.while_loop(lambda carry: carry[1], again, (fetched, self.missed.any()))
+            fetched = at_most_once(self.missed.any(), lambda _: self._chosen_by_first(q, codes, old, self.missed), fetched)
         attended, positions = attend_and_choose(q, codes, lengths, fetched, fetched.positions.shape[2])
         if self.settings.fetch != "now":
             fetched = self._fetched(old.store, positions, fetched)
         return attended, SpeCacheLayer(codes, old.store, fetched), None
 
     @property
-    def compiler_options(self):
+    def compiler_options(self) -> dict[str, str]:
         # With fetch=ahead and fetch=checked, what a layer fetches after its attention is for the next pass: nothing in this pass waits for
         # it. With this option XLA builds a CUDA graph whose kernels wait only for those that touch the same buffers, so that the GPU
         # computes the following layers while it fetches. With fetch=now, where a layer waits for what it fetches, the option is set too.
         overlapped = self.settings.in_host_memory and platform() == "gpu"
         return {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"} if overlapped else {}
 
-    def advance(self, layers, tokens):
+    def advance(self, layers: tuple[Any, ...], tokens: int) -> Self:
         if not self.settings.in_host_memory:
             return super().advance(layers, tokens)
         # For fetching beside the computing (see `compiler_options`). XLA reuses memory: without this barrier it may put a later layer's
@@ -215,20 +203,20 @@ class SpeCache(Cache):
         return where_rows(rows, new, old.fetched)
 
     def _fetched(self, store: Float[Array, "B K S 2 H"], positions: Int[Array, "B K k"], before: Replaced) -> Replaced:
-        """A copy on the device of the store's tokens at these positions. A position of -1, which stands for none, gets some token.
+        """A copy on the device of the store's tokens at these positions. A position of -1, which is none, gets some token.
 
         before: what was fetched last. Often many of its tokens are chosen again. With a store in host memory the GPU kernel copies these
         from there and not from the store; with a store on the device everything is read from the store.
         """
         return Replaced(positions, gather_tokens(store, positions, before if in_host(store) else None))
 
-    def flushed_layers(self, due):
+    def flushed_layers(self, due: Bool[Array, "B"]) -> tuple[SpeCacheLayer, ...]:
         size = self.settings.residual
         if self.layers[0].store.shape[2] == 0:
             return self.layers
 
         def stored(layer: SpeCacheLayer, store: Array) -> Array:
-            # Rows that are not due are written too: nothing reads what is behind a row's last quantized token before it is written again.
+            # Rows that are not due are written too: nothing reads the place after a row's last quantized token before it is written again.
             new, at = _stacked(layer.codes.buffer.keys[:, :, :size], layer.codes.buffer.values[:, :, :size]), self.lengths.quantized
             if in_host(store):
                 return written(store, new, at)
@@ -236,8 +224,7 @@ class SpeCache(Cache):
 
         # The writes wait for what the round fetched. Otherwise XLA may write first, and copy the store so that fetching reads an old one.
         stores, fetched = lax.optimization_barrier(tuple(zip(*((layer.store, layer.fetched) for layer in self.layers))))
-        once = lambda carry: (tuple(map(stored, self.layers, carry[0])), jnp.array(False))
-        stores, _ = lax.while_loop(lambda carry: carry[1], once, (stores, due.any()))
+        stores = at_most_once(due.any(), lambda stores: tuple(map(stored, self.layers, stores)), stores)
         return tuple(map(SpeCacheLayer, self._codes.flushed_layers(due), stores, fetched))
 
 

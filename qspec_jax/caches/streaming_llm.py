@@ -1,6 +1,6 @@
 """The StreamingLLM cache, which is lossy: the first tokens of the text, the attention sinks, and a window of the most recent ones.
 
-Source: StreamingLLM (arXiv 2309.17453). There the tokens that are kept are numbered anew without a gap; here keys keep the RoPE of their
+Source: StreamingLLM (arXiv 2309.17453). There the tokens that are kept are numbered without a gap; here keys keep the RoPE of their
 positions in the text, as in the rest of this library, since no text is longer here than the model has positions for. In prefill nothing
 is forgotten yet: a token attends to all tokens before it.
 """
@@ -10,27 +10,27 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention.reference import attend_readable
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.rope_append import split_and_rotate
-from qspec_jax.caches.cache import check_tokens, no_tokens
+from qspec_jax.caches.cache import MAX_TOKENS, no_tokens
 from qspec_jax.caches.evicting import EvictingCache
 from qspec_jax.caches.ring import row_of_token, token_in_row
 from qspec_jax.caches.schedule import Schedule
+from qspec_jax.settings_text import check_settings, setting
 
 
 @dataclasses.dataclass(frozen=True)
-class StreamingSettings:
-    """sinks: so many tokens from the start of the text stay. window: a token reads so many of the most recent ones, itself among them."""
+class StreamingCacheSettings:
+    """The settings of the cache."""
 
-    sinks: int = 4
-    window: int = 252
+    sinks: int = setting(4, "How many tokens from the start of the text stay.", minimum=0, maximum=MAX_TOKENS)
+    window: int = setting(252, "How many of the most recent tokens a token reads, itself included.", minimum=1, maximum=MAX_TOKENS)
 
     def __post_init__(self):
-        check_tokens("streaming-llm", "sinks", self.sinks, least=0)
-        check_tokens("streaming-llm", "window", self.window)
+        check_settings("cache streaming-llm:", self)
 
 
 @jax.tree_util.register_dataclass
@@ -40,23 +40,23 @@ class StreamingCache(EvictingCache):
     round's first token, so that a rollback loses nothing.
 
     Which tokens are read depends on the positions of the reader and of what is read alone. So there is no schedule, and a round may use any
-    number of drafts. There is one way to read it, whatever the view. layers: rows of `qspec_jax.caches.ring`.
+    number of drafts. It is read in one way, whatever the view. layers: rows of `qspec_jax.caches.ring`.
     """
 
     layers: tuple[FullLayer, ...]
     lengths: Lengths
-    settings: StreamingSettings = dataclasses.field(metadata={"static": True})
+    settings: StreamingCacheSettings = dataclasses.field(metadata={"static": True})
     row_capacity: int = dataclasses.field(metadata={"static": True})
 
-    Settings: ClassVar[type] = StreamingSettings
+    Settings: ClassVar[type] = StreamingCacheSettings
     name: ClassVar[str] = "streaming-llm"
 
     @property
-    def schedule(self):
+    def schedule(self) -> Schedule:
         return Schedule(None)
 
     @classmethod
-    def schedule_of(cls, group_size, settings):
+    def schedule_of(cls, group_size: int, settings: StreamingCacheSettings) -> Schedule:
         return Schedule(None)
 
     @classmethod
@@ -66,7 +66,7 @@ class StreamingCache(EvictingCache):
         layers = tuple(FullLayer.zeros(**shape) for _ in range(model.num_layers))
         return cls(layers, no_tokens(batch), settings, capacity)
 
-    def fill(self, layer, keys, values, n):
+    def fill(self, layer: int, keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"], n: Int[Array, "B"]) -> FullLayer:
         return FullLayer(*FullLayer(keys, values).read(self._positions(n)[:, None]))
 
     def attend(self, layer, qkv, cos, sin, *, view):
@@ -86,5 +86,5 @@ class StreamingCache(EvictingCache):
         return jnp.full_like(n, sinks), jnp.full_like(n, self.layers[0].keys.shape[2] - sinks)
 
     def _positions(self, n: Int[Array, "B"]) -> Int[Array, "B S"]:
-        """The position in the text of what lies in each row, once n[b] tokens have come; beyond n where nothing lies yet."""
+        """The position in the text of what lies in each row, after n[b] tokens; beyond n where there is none yet."""
         return token_in_row(jnp.arange(self.layers[0].keys.shape[2]), n, *self._kept_and_ring(n))

@@ -348,7 +348,7 @@ def bench_batch(
     new_tokens: Annotated[str, typer.Option(metavar="LEAST-MOST", help="New tokens after a prompt, log-uniform.")] = "16-512",
     num_speculative_tokens: Annotated[
         int | None,
-        typer.Option("--gamma", "--num-speculative-tokens", help=f"Most drafts of a round: {GAMMA}, or 1 for specache, if not given."),
+        typer.Option("--gamma", "--num-speculative-tokens", help=f"Most drafts of a round: {GAMMA}, if not given."),
     ] = None,
     draft: Annotated[str, typer.Option("--draft", metavar="NAME[:SETTING=VALUE,...]", help="The draft.")] = USUAL,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,

@@ -35,7 +35,7 @@ from qspec_jax.cli.options import (
     show,
     with_sensitive_layers,
 )
-from qspec_jax.decoding.config import GAMMA, SPECACHE, GenerationConfig
+from qspec_jax.decoding.config import GAMMA, GenerationConfig
 from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.prepare import prepare
 from qspec_jax.drafts.draft import Draft
@@ -64,7 +64,7 @@ Drafts = Annotated[
     typer.Option(
         "--draft",
         metavar="NAME[:SETTING=VALUE,...]",
-        help=f"{', '.join(name for name in DRAFTS if name != SPECACHE)}; may be given several times: quantspec.",
+        help=f"{', '.join(DRAFTS)}; may be given several times: quantspec.",
     ),
 ]
 
@@ -202,7 +202,7 @@ def acceptance_command(
                         measured = acceptance.free_running(network, chosen[name, gamma], prompts, config, key)
                     bar.update()
                     of_run = {"draft": name, "context": walk.context, "gamma": gamma, "temperature": heat, "mode": kind.value}
-                    read = step_bytes(chosen[name, gamma], config.cache_config, walk.context + 1, most_item_bytes=ITEM_BYTES)
+                    read = step_bytes(chosen[name, gamma], config.cache_config, walk.context + 1, max_item_bytes=ITEM_BYTES)
                     share = cache_share(chosen[name, gamma], config.cache_config, walk.context + 1)
                     raised = raised_groups(chosen[name, gamma], config.cache_config, walk.context + 1)
                     reads = {"step_bytes": read, "cache_share": share, "raised_groups": raised}

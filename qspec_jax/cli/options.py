@@ -18,7 +18,6 @@ import typer
 from jax.sharding import Mesh
 from rich.console import Console, RenderableType
 
-from qspec_jax.caches.cache import Gives
 from qspec_jax.caches.registry import CACHES, CacheConfig
 from qspec_jax.checkpoints import hub, loading
 from qspec_jax.checkpoints.generation_defaults import SAMPLING, stored_defaults
@@ -27,7 +26,6 @@ from qspec_jax.cli import process
 from qspec_jax.decoding import diagnosis, processes
 from qspec_jax.decoding.config import GAMMA, GenerationConfig
 from qspec_jax.decoding.data_parallel import Place
-from qspec_jax.drafts.draft import needs_of
 from qspec_jax.drafts.registry import AUTO, DRAFTS, NONE, DraftSettings
 from qspec_jax.errors import InputError
 from qspec_jax.files import to_json
@@ -271,8 +269,6 @@ def check_proposes(text: str, settings: DraftSettings | None) -> None:
     """Raises InputError for a draft that proposes nothing for the target to accept, where it is acceptance that is measured."""
     if settings is None:
         raise InputError(f"--draft {text}: there is nothing to accept without a draft")
-    if Gives.GUESSES in needs_of(settings):
-        raise InputError(f"--draft {text}: there is nothing to accept of a guess, which is no draft; bench decode and eval tasks take it")
 
 
 def with_sensitive_layers(settings: DraftSettings | None, sensitive_layers: int) -> DraftSettings | None:

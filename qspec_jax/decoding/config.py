@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 from qspec_jax.caches.cache import Gives
 from qspec_jax.caches.registry import CACHES, CacheConfig
@@ -15,7 +15,6 @@ from qspec_jax.errors import InputError
 log = logging.getLogger(__name__)
 
 AUTOREGRESSIVE = "autoregressive"  # what reports call decoding without a draft
-SPECACHE = "specache"  # the name of both the draft and the cache of SpeCache, which is lossy
 GAMMA = 4  # the default of num_speculative_tokens
 # How each field is read; None is read as the default.
 READERS: dict[str, values.Reader] = {
@@ -46,7 +45,7 @@ class GenerationConfig:
         max_new_tokens: the maximum number of tokens generated for a prompt.
         draft: proposes tokens that the target verifies. The text NAME or NAME:SETTING=VALUE,... of one (`qspec_jax.drafts.registry`), its
             settings, or a draft that `make_draft` returned; "none" decodes one token at a time; "auto" resolves to the draft that pays by
-            stored costs (`qspec_jax.decoding.resolve`).
+            stored costs (`qspec_jax.decoding.resolve`), and to "none" over a cache that takes no drafts.
         cache: the target's KV cache, NAME or NAME:SETTING=VALUE,...: "int8" (hierarchical, both 4-bit planes), "full" (full precision), or,
             lossy, "kivi", "specache", "streaming-llm" and "h2o" (`qspec_jax.caches.registry`). None: "full" with draft "none", else "int8".
         num_speculative_tokens: the paper's gamma, the maximum number of draft tokens per round. None: 4, or chosen with draft "auto".
@@ -106,17 +105,14 @@ class GenerationConfig:
             if value is None:
                 value = field.default_factory() if field.default is dataclasses.MISSING else field.default
             object.__setattr__(self, field.name, READERS[field.name](field.name, value))
-        if self.draft == AUTO and self.cache_config.kind == SPECACHE:  # which is compatible with its guess alone, or with none
-            object.__setattr__(self, "draft", SPECACHE if self.cache_config.settings.guesses else NONE)
+        if self.draft == AUTO and not self.cache_config.takes_drafts:
+            object.__setattr__(self, "draft", NONE)
         if self.draft != AUTO:
             if isinstance(self.draft, str):
                 parse_draft(self.draft)  # which raises InputError for what is no draft
             if self.num_speculative_tokens is None:
-                object.__setattr__(self, "num_speculative_tokens", 1 if self._is_guess else GAMMA)
-        if self._is_guess and self.cache is None:
-            object.__setattr__(self, "cache", SPECACHE)
-        self._check_specache(check)
-        self._check_draft_goes_with_cache(check)
+                object.__setattr__(self, "num_speculative_tokens", GAMMA)
+        self._check_compatible(check)
         check(self.max_new_tokens >= 1, f"max_new_tokens {self.max_new_tokens} should be at least 1")
         gamma = self.num_speculative_tokens
         check(gamma is None or 0 <= gamma < 2**31, f"num_speculative_tokens (gamma) {gamma} should be 0 or more, and less than 2**31")
@@ -139,38 +135,21 @@ class GenerationConfig:
         confidence = self.min_draft_confidence
         check(0 <= confidence <= 1, f"min_draft_confidence {confidence} should be in [0, 1]")
 
-    def _check_specache(self, check: Callable[[bool, str], None]) -> None:
-        """Its cache and its draft go together: what a pass reads is chosen by the pass before or by itself, which no draft may decide."""
-        cache = self.cache_config
-        if self._is_guess:
-            check(cache.kind == SPECACHE, f"draft {SPECACHE} goes with cache {SPECACHE}, not {self.cache}")
-            gamma = self.num_speculative_tokens
-            check(gamma == 1, f"num_speculative_tokens (gamma) {gamma} should be 1: draft {SPECACHE} makes one guess a round")
-            check(not self.adaptive, f"adaptive should be left out: draft {SPECACHE} makes one guess a round, which is no draft")
-            confidence = self.min_draft_confidence
-            check(not confidence, f"min_draft_confidence {confidence} should be 0: the guess of draft {SPECACHE} is no draft")
-            check(cache.settings.fetch != "now", f"cache {self.cache}: a pass chooses for itself, and wants no guess; give draft {NONE}")
-        elif cache.kind == SPECACHE:
-            check(self.draft == NONE, f"cache {SPECACHE} goes with draft {SPECACHE} or {NONE}, not {self.draft_name}")
-            check(
-                cache.settings.fetch != "checked", f"cache {self.cache}: without a guess there is nothing to check; give draft {SPECACHE}"
-            )
-
-    def _check_draft_goes_with_cache(self, check: Callable[[bool, str], None]) -> None:
-        """What the draft needs of the target's cache is what that gives."""
-        if self.draft in (AUTO, NONE) or self._is_guess or self.num_speculative_tokens == 0:  # which has no use for the draft
+    def _check_compatible(self, check: Callable[[bool, str], None]) -> None:
+        """The cache takes drafts, and gives the draft what it needs."""
+        cache, needs = CACHES[self.cache_config.kind], self.draft_needs  # which raises InputError for what is no cache
+        if self.draft in (AUTO, NONE) or self.num_speculative_tokens == 0:  # without a draft
             return
-        needs, kind = self.draft_needs, self.cache_config.kind
-        check(Gives.GUESSES not in needs, f"draft {self.draft_name}: {SPECACHE} goes with no other draft")
-        if needs <= CACHES[kind].gives:
+        check(cache.takes_drafts, f"draft {self.draft_name}: the only draft that is compatible with cache {self.cache} is {NONE}")
+        if needs <= cache.gives:
             return
         does = " and ".join(need.value for need in Gives if need in needs)
-        caches = [name for name, cache in CACHES.items() if needs <= cache.gives and name != SPECACHE]
-        # What a draft that is made of others needs is only known of one that is made.
+        caches = [name for name, each in CACHES.items() if needs <= each.gives and each.takes_drafts]
+        # The needs of a draft that is made of others are known once its settings are.
         needed = {name: getattr(settings, "needs", frozenset()) for name, settings in DRAFTS.items()}
-        drafts = [name for name, those in needed.items() if isinstance(those, frozenset) and those <= CACHES[kind].gives]
-        goes = f"it goes with cache {_either(caches)}, and cache {self.cache} with draft {_either([*drafts, NONE])}"
-        check(False, f"draft {self.draft_name} {does}: {goes}")
+        drafts = [name for name, those in needed.items() if isinstance(those, frozenset) and those <= cache.gives]
+        others = f"compatible caches are {', '.join(caches)}, and drafts for cache {self.cache} {', '.join([*drafts, NONE])}"
+        check(False, f"draft {self.draft_name} {does}: {others}")
 
     @property
     def logprobs(self) -> int | None:
@@ -188,10 +167,6 @@ class GenerationConfig:
         if isinstance(self.draft, Draft):
             return self.draft.needs
         return frozenset() if self.draft == AUTO else needs_of(self.draft_settings)
-
-    @property
-    def _is_guess(self) -> bool:
-        return self.draft == SPECACHE if isinstance(self.draft, str) else self.draft_needs == {Gives.GUESSES}
 
     @property
     def draft_settings(self) -> DraftSettings | None:
@@ -234,8 +209,3 @@ def fitting(pairs: Iterable[tuple[str, str | None]]) -> list[GenerationConfig]:
     for error in refused:
         log.warning("left out: %s", error)
     return found
-
-
-def _either(names: Sequence[str]) -> str:
-    """The names with commas between them, and "or" before the last."""
-    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -17,9 +17,8 @@ import numpy as np
 from jaxtyping import Array, Int, Key
 
 from pallas_kernels.formats.views import BOTH_PLANES, View
-from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.compiled import Call, Compiled, rounded_up
-from qspec_jax.decoding.config import SPECACHE, GenerationConfig, beside_draft
+from qspec_jax.decoding.config import GenerationConfig, beside_draft
 from qspec_jax.decoding.host_residence import none_resident, settled
 from qspec_jax.decoding.limits import Limits
 from qspec_jax.decoding.prefill import CacheChoice, Prefill, Sizes
@@ -27,7 +26,7 @@ from qspec_jax.decoding.programs import DECODE, FORK, REPEAT, REPLACE, WINDOW
 from qspec_jax.decoding.sampling import Sampler
 from qspec_jax.decoding.state import UNLIMITED, Counts, DecodeState, Logprobs, freed, stopped
 from qspec_jax.drafts.draft import Draft, check_made_for
-from qspec_jax.drafts.specache import SpeCacheDraft
+from qspec_jax.drafts.guess import NextTokenGuess
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket, padded
@@ -85,8 +84,10 @@ class Engine:
         on_compile: Callable[[float | None], None] = lambda seconds: None,
     ):
         cache.check_division(model)
-        if isinstance(cache, CacheConfig) and cache.kind == SPECACHE and gamma and not isinstance(draft, SpeCacheDraft | None):
-            raise InputError(f"cache {SPECACHE} is compatible with draft {SPECACHE}, or none")
+        if draft is not None and gamma and not cache.takes_drafts:
+            raise InputError("the only draft that is compatible with this cache is none")
+        if cache.guesses:
+            draft, gamma = NextTokenGuess(ViewedModel(model, view)), 1
         self.target = ViewedModel(model, view)
         self.draft = draft if gamma else None
         if self.draft is not None:
@@ -121,6 +122,11 @@ class Engine:
             logprobs=min(rounded_up(max(alternatives)), model.config.vocab_size) if alternatives else None,
             **settings,
         )
+
+    @property
+    def speculative(self) -> bool:
+        """Whether rounds have drafts that may be accepted."""
+        return self.draft is not None and not self.draft.guesses
 
     @functools.cached_property
     def draft_in_loop(self) -> Draft | None:

@@ -338,7 +338,7 @@ class _Run:
 
     def _stats(self) -> Stats:
         counts, new = self.counts, np.array([len(row.token_ids) for row in self.rows])
-        of = functools.partial(summary, speculative=self.engine.gamma > 0)
+        of = functools.partial(summary, speculative=self.engine.speculative)
         columns = (self.n, new, counts.rounds, counts.drafted, counts.accepted, counts.histogram, counts.flushes)
         memory = jax.local_devices()[0].memory_stats() or {}
         return Stats(

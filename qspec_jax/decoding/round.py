@@ -207,8 +207,8 @@ def commit(draft: Draft | None, state: DecodeState, current: CurrentRound, propo
     if draft is not None:
         masses = seen_by_accepted(verdict.masses, kept)
         put_to_target, taken = (jnp.where(running, number, 0) for number in (proposal.eligible, accepted))
-        likeliest = verdict.logits.argmax(-1) if draft.guesses else None
-        result = RoundResult(block, count, put_to_target, taken, flushed, masses, likeliest)
+        top_tokens = verdict.logits.argmax(-1) if draft.guesses else None
+        result = RoundResult(block, count, put_to_target, taken, flushed, masses, top_tokens)
         draft_state = draft.commit(state.draft, result, cache)
     # Drafts after an accepted EOS count neither as drafted nor as accepted.
     drafted, taken = jnp.where(count <= accepted, count, proposal.eligible), jnp.minimum(accepted, count)

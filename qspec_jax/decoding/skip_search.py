@@ -92,7 +92,7 @@ class RoundBytes:
         model, c = draft.step.model, target.config
         G, quantized = cache.group_size_for(c.head_dim), int(cache.schedule_for(c.head_dim).quantized_length(tokens))
         held = functools.partial(bytes_of_tokens, kv_heads=c.num_kv_heads, head_dim=c.head_dim, group_size=G)
-        of_weights = functools.partial(weight_bytes, most_item_bytes=ITEM_BYTES)
+        of_weights = functools.partial(weight_bytes, max_item_bytes=ITEM_BYTES)
         keys_values = [held(draft.reads(layer, quantized, tokens - quantized, G)) for layer in range(c.num_layers)]
         everything = of_weights(model) + sum(keys_values)
 

@@ -325,7 +325,7 @@ class Slots:
                 self.pool.release(self.pages_of[slot])
             of_row = (counts.rounds, counts.drafted, counts.accepted, counts.histogram, counts.flushes)
             new_tokens, prompt = len(row.token_ids), len(self.requests[index].tokens)
-            stats = summary(prompt, new_tokens, *(x[slot] for x in of_row), speculative=self.engine.gamma > 0)
+            stats = summary(prompt, new_tokens, *(x[slot] for x in of_row), speculative=self.engine.speculative)
             self.stats.prompts += 1
             self.stats.new_tokens += new_tokens
             self.stats.num_draft_tokens += stats.num_draft_tokens

@@ -1,4 +1,6 @@
-"""What drafts share that read a part of the cache: their budget, the layers that read everything, and the cache that they choose in."""
+"""Shared by drafts that read a part of the target's cache: checks of their budget, their dense layers and the cache."""
+
+import math
 
 from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.hierarchical import HierarchicalCache
@@ -23,12 +25,17 @@ def check_fits(model: Llama, budget: float, dense_layers: int) -> None:
 
 
 def parts_asked(budget: float, parts, size: int):
-    """How many of so many parts, each of `size` tokens, a budget asks for, not rounded; of one number of parts or an array of them."""
+    """How many of `parts` parts, each of `size` tokens, a budget asks for, not rounded; `parts` is a number or an array."""
     return budget * parts if budget <= 1 else budget / size
 
 
+def tokens_asked(budget: float, quantized: int, size: int) -> int:
+    """How many of the quantized tokens, which are in parts of `size` tokens, a budget asks for."""
+    return math.ceil(parts_asked(budget, quantized // size, size)) * size
+
+
 def check_has_groups(cache: Cache, draft: str) -> None:
-    """Raises InputError for a cache without groups to choose from. draft: the name of the one that chooses."""
+    """Raises InputError for a cache without groups. draft: the name of the draft that chooses from them."""
     if not isinstance(cache, HierarchicalCache):
         given = next((f", not {name}" for name, kind in CACHES.items() if isinstance(cache, kind)), "")
         raise InputError(f"draft {draft} reads groups of the int8 cache; give --cache int8{given}")

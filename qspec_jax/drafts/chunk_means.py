@@ -7,7 +7,6 @@ besides.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -17,14 +16,36 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.formats.views import UPPER_PLANE, ChosenTokens
-from qspec_jax.caches.cache import Cache, Gives
-from qspec_jax.drafts.choosing import check_budget, check_fits, check_has_groups, parts_asked
+from qspec_jax.caches.cache import AppendedCache, Cache, Gives
+from qspec_jax.drafts.choosing import check_budget, check_fits, check_has_groups, parts_asked, tokens_asked
 from qspec_jax.drafts.chunks import FirstQueriesCache, chunk_scores
-from qspec_jax.drafts.draft import Reads
+from qspec_jax.drafts.draft import Prompt, Reads, RoundResult
 from qspec_jax.drafts.self_speculative import SelfSpeculativeDraft, SelfSpeculativeSettings
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.viewed import ViewedModel
+from qspec_jax.settings_text import setting
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkMeansSettings(SelfSpeculativeSettings):
+    """See `SelfSpeculativeSettings`."""
+
+    needs: ClassVar[frozenset[Gives]] = frozenset({Gives.GROUPS})
+
+    budget: float = setting(4096, "How much of the quantized tokens a step reads: a share of at most 1, or a number of tokens.")
+    chunk: int = setting(8, "How many tokens a chunk has; it divides the cache's groups.", minimum=1)
+    rebuild: int = setting(64, "After how many tokens the choice is made again; 0 is never.", minimum=0)
+    dense_layers: int = setting(2, "How many of the first layers read everything.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_budget(self.budget)
+
+    def make(self, model: Llama, int4: Callable[[], Llama]) -> "ChunkMeansDraft":
+        """The draft of a model. Raises InputError as `check_fits` does."""
+        check_fits(model, self.budget, self.dense_layers)
+        return ChunkMeansDraft(**self.stepped(model, int4, UPPER_PLANE), settings=self)
 
 
 @jax.tree_util.register_dataclass
@@ -41,90 +62,59 @@ class ChunkMeansState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ChunkMeansDraft(SelfSpeculativeDraft):
-    """Single-token steps of a model over chosen chunks of the target's cache. budget, chunk, rebuild, dense_layers: see
-    `ChunkMeansSettings`."""
+    """Single-token steps of a model over chosen chunks of the target's cache."""
 
-    budget: float = dataclasses.field(metadata={"static": True})
-    chunk: int = dataclasses.field(metadata={"static": True})
-    rebuild: int = dataclasses.field(metadata={"static": True})
-    dense_layers: int = dataclasses.field(metadata={"static": True})
+    settings: ChunkMeansSettings = dataclasses.field(metadata={"static": True})
 
-    needs = frozenset({Gives.GROUPS})
+    needs = ChunkMeansSettings.needs
     prompt_queries = 1
 
-    def begin(self, prompt):
+    def begin(self, prompt: Prompt) -> ChunkMeansState:
         check_has_groups(prompt.cache, "chunk-means")
-        if prompt.cache.group_size % self.chunk:
-            raise InputError(f"draft chunk {self.chunk} should divide the groups of {prompt.cache.group_size} tokens")
+        if prompt.cache.group_size % self.settings.chunk:
+            raise InputError(f"draft chunk {self.settings.chunk} should divide the groups of {prompt.cache.group_size} tokens")
         queries = tuple(q[:, 0] for q in prompt.queries)
         return ChunkMeansState(self.choose(queries, prompt.cache), queries, jnp.zeros_like(prompt.n))
 
     def choose(self, queries: tuple[Float[Array, "B N H"], ...], cache: Cache) -> tuple[Bool[Array, "B K S"], ...]:
         """The tokens to read in each layer: the first chunk, and those whose mean key gets the most attention."""
+        settings = self.settings
         tokens, found = cache.groups * cache.group_size, []
-        parts, kv_heads = cache.lengths.quantized // self.chunk, self.step.model.config.num_kv_heads
-        count = jnp.minimum(jnp.ceil(parts_asked(self.budget, parts, self.chunk)).astype(jnp.int32), parts)[:, None, None]
+        parts, kv_heads = cache.lengths.quantized // settings.chunk, self.step.model.config.num_kv_heads
+        count = jnp.minimum(jnp.ceil(parts_asked(settings.budget, parts, settings.chunk)).astype(jnp.int32), parts)[:, None, None]
         for i, q in enumerate(queries):
-            if i < self.dense_layers or not tokens:
+            if i < settings.dense_layers or not tokens:
                 found.append(jnp.ones((q.shape[0], kv_heads, tokens), bool))
                 continue
-            score = self.step.model.sum_of_copies(chunk_scores(q, cache, i, parts, tokens=tokens, chunk=self.chunk))
-            least = jnp.take_along_axis(jnp.sort(score, -1, descending=True), jnp.maximum(count - 1, 0), -1)
-            found.append(jnp.repeat((score >= least) & (score > -jnp.inf), self.chunk, axis=-1))
+            score = self.step.model.sum_of_copies(chunk_scores(q, cache, i, parts, tokens=tokens, chunk=settings.chunk))
+            lowest = jnp.take_along_axis(jnp.sort(score, -1, descending=True), jnp.maximum(count - 1, 0), -1)
+            found.append(jnp.repeat((score >= lowest) & (score > -jnp.inf), settings.chunk, axis=-1))
         return tuple(found)
 
-    def step_in_round(self, state, cache):
-        views = [UPPER_PLANE if i < self.dense_layers else ChosenTokens(chosen) for i, chosen in enumerate(state.chosen)]
+    def step_in_round(self, state: ChunkMeansState, cache: Cache) -> ViewedModel:
+        views = [UPPER_PLANE if i < self.settings.dense_layers else ChosenTokens(chosen) for i, chosen in enumerate(state.chosen)]
         return ViewedModel(self.step.model, tuple(views))
 
-    def cache_of_steps(self, state, cache):
+    def cache_of_steps(self, state: ChunkMeansState, cache: Cache) -> AppendedCache:
         return FirstQueriesCache(cache, state.queries, jnp.int32(0))
 
-    def after_steps(self, state, cache, stepped, used):
+    def after_steps(
+        self, state: ChunkMeansState, cache: Cache, stepped: AppendedCache, used: Bool[Array, "B"]
+    ) -> tuple[ChunkMeansState, Cache]:
         return dataclasses.replace(state, queries=stepped.queries_where(used, state.queries)), stepped.cache
 
-    def commit(self, state, result, cache):
+    def commit(self, state: ChunkMeansState, result: RoundResult, cache: Cache) -> ChunkMeansState:
         position, G = jnp.arange(state.chosen[0].shape[2]), cache.group_size
         came = (position >= (cache.lengths.quantized - G)[:, None]) & (result.flushed > 0)[:, None]
         chosen, since = tuple(old | came[:, None] for old in state.chosen), state.since + result.count
-        if not self.rebuild:
+        if not self.settings.rebuild:
             return ChunkMeansState(chosen, state.queries, since)
-        due = since >= self.rebuild
-        anew = lax.cond(due.any(), lambda: self.choose(state.queries, cache), lambda: chosen)
-        chosen = tuple(jnp.where(due[:, None, None], new, old) for new, old in zip(anew, chosen))
+        due = since >= self.settings.rebuild
+        chosen_again = lax.cond(due.any(), lambda: self.choose(state.queries, cache), lambda: chosen)
+        chosen = tuple(jnp.where(due[:, None, None], new, old) for new, old in zip(chosen_again, chosen))
         return ChunkMeansState(chosen, state.queries, jnp.where(due, 0, since))
 
-    def reads(self, layer, quantized, buffered, group_size):
-        asked = math.ceil(parts_asked(self.budget, quantized // self.chunk, self.chunk)) * self.chunk
-        return Reads(1, quantized if layer < self.dense_layers else min(quantized, asked), buffered)
-
-
-@dataclasses.dataclass(frozen=True)
-class ChunkMeansSettings(SelfSpeculativeSettings):
-    """The settings of the draft.
-
-    budget: how much of the quantized region is chosen, a share in (0, 1] or a number of tokens. chunk: tokens of a chunk; it divides the
-    cache's groups. rebuild: the choice is made anew after so many tokens; 0: never. dense_layers: the first so many layers read everything.
-    For the shared ones see `SelfSpeculativeSettings`.
-    """
-
-    needs: ClassVar[frozenset[Gives]] = ChunkMeansDraft.needs
-
-    budget: float = 4096
-    chunk: int = 8
-    rebuild: int = 64
-    dense_layers: int = 2
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_budget(self.budget)
-        if self.chunk < 1:
-            raise InputError(f"draft chunk {self.chunk} should be at least 1")
-        if self.rebuild < 0:
-            raise InputError(f"draft rebuild {self.rebuild} should be at least 0")
-
-    def make(self, model: Llama, int4: Callable[[], Llama]) -> ChunkMeansDraft:
-        """The draft of a model. int4: makes the model's INT4 weights. Raises InputError as `check_fits` does."""
-        check_fits(model, self.budget, self.dense_layers)
-        settings = dict(budget=self.budget, chunk=self.chunk, rebuild=self.rebuild, dense_layers=self.dense_layers)
-        return ChunkMeansDraft(**self.stepped(model, int4, UPPER_PLANE), **settings)
+    def reads(self, layer: int, quantized: int, buffered: int, group_size: int) -> Reads:
+        settings = self.settings
+        asked = tokens_asked(settings.budget, quantized, settings.chunk)
+        return Reads(1, quantized if layer < settings.dense_layers else min(quantized, asked), buffered)

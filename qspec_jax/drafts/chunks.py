@@ -4,6 +4,7 @@ Source: TriForce (arXiv 2404.11912), section 4.1.
 """
 
 import dataclasses
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +21,16 @@ SCORED_AT_ONCE = 4096  # tokens, about, whose keys are scored at a time
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FirstQueriesCache(QueriedCache):
-    """A cache that remembers of its first pass the queries of the first token, [B, N, H] for each layer."""
+    """A cache that keeps the queries of the first token of its first pass, [B, N, H] for each layer."""
 
     cache: AppendedCache
     queries: tuple[Float[Array, "B N H"], ...]
     passes: Int[Array, ""]
 
-    def of_queries(self, layer, q, entry):
+    def of_queries(self, layer: int, q: Float[Array, "B T N H"], entry: Any) -> Float[Array, "B N H"]:
         return q[:, 0]
 
-    def after_pass(self, left):
+    def after_pass(self, left: tuple[Any, ...]) -> Self:
         kept = tuple(jnp.where(self.passes == 0, q, old) for q, old in zip(left, self.queries))
         return FirstQueriesCache(self.cache, kept, self.passes + 1)
 
@@ -50,8 +51,15 @@ def chunk_scores(
 ) -> Float[Array, "R K chunks"]:
     """The attention that a query pays to the mean keys of the first whole[r] chunks of a row, summed over the query heads of a KV head.
 
-    tokens: the first so many positions of the cache are cut into chunks. batch_rows: these rows of the batch; None: all. The first chunk,
-    which is always to be kept, has infinity; chunks from whole[r] on have minus infinity.
+    The score of the first chunk, which is always kept, is infinity; that of chunks from whole[r] on is minus infinity.
+
+    Args:
+        q: the query of each row.
+        cache, layer: whose keys are scored.
+        whole: how many chunks a row has.
+        batch_rows: these rows of the batch; None: all.
+        tokens: how many positions of the cache are cut into chunks.
+        chunk: tokens of a chunk.
     """
     wide, chunks_at_once = accumulation_dtype(q.dtype), max(1, min(SCORED_AT_ONCE, tokens) // chunk)
     at_once = chunks_at_once * chunk

@@ -1,20 +1,33 @@
-"""The combined draft: of what two drafts propose for a row, the longer.
+"""The combined draft: the longer of the proposals of two drafts, for each row and round.
 
-Which one a row uses is decided by `Proposal.foreseen`: how many drafts each was to have before any was drawn. How many a draft came to have
-in the end may depend on the tokens that it drew (`--min-draft-confidence` stops behind some and not behind others); to choose by that would
-prefer some tokens to others, and the distributions handed on would not be those of the drafts that are verified.
+Which one a row uses is decided by `Proposal.foreseen`: how many tokens each would have before any was drawn. How many a draft has at the
+end may depend on the tokens that it drew (`--min-draft-confidence` stops after some and not after others). A choice by that would prefer
+some tokens to others, and the proposal's distributions would not be those of the tokens that are verified.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 
-from qspec_jax.caches.cache import Gives, where_rows
-from qspec_jax.drafts.draft import Draft, DraftSettings, Prompt, Proposal, StepwiseDraft, checkpoints_of, needs_of
+from qspec_jax.caches.cache import Cache, Gives, where_rows
+from qspec_jax.drafts.draft import (
+    Draft,
+    DraftSettings,
+    Prompt,
+    Proposal,
+    Round,
+    RoundResult,
+    State,
+    StepwiseDraft,
+    checkpoints_of,
+    needs_of,
+)
 from qspec_jax.models.llama import Llama
+from qspec_jax.models.skipping import Skipped
 from qspec_jax.models.viewed import ViewedModel
 
 
@@ -31,45 +44,45 @@ class CombinedDraft(Draft):
     second: Draft
 
     @property
-    def needs(self):
+    def needs(self) -> frozenset[Gives]:
         return self.first.needs | self.second.needs
 
     @property
-    def observes(self):
+    def observes(self) -> bool:
         return self.first.observes or self.second.observes
 
     @property
-    def prompt_queries(self):
+    def prompt_queries(self) -> int:
         return max(self.first.prompt_queries, self.second.prompt_queries)
 
     @property
-    def extra_rows(self):
+    def extra_rows(self) -> int:
         return max(self.first.extra_rows, self.second.extra_rows)
 
     @property
-    def max_length(self):
+    def max_length(self) -> int | None:
         return min((draft.max_length for draft in (self.first, self.second) if draft.max_length is not None), default=None)
 
-    def in_turn(self):
+    def in_turn(self) -> tuple[Draft, ...]:
         return self.first.in_turn() + self.second.in_turn()
 
-    def with_choice(self, choose):
+    def with_choice(self, choose: Callable[[Draft], Skipped]) -> Self:
         return CombinedDraft(self.first.with_choice(choose), self.second.with_choice(choose))
 
-    def chosen(self):
+    def chosen(self) -> tuple[str, ...]:
         return self.first.chosen() + self.second.chosen()
 
-    def made_for(self):
+    def made_for(self) -> tuple[tuple[str, int], ...]:
         return self.first.made_for() + self.second.made_for()
 
-    def begin(self, prompt):
+    def begin(self, prompt: Prompt) -> State:
         return tuple(draft.begin(_asked(prompt, draft.prompt_queries)) for draft in (self.first, self.second))
 
-    def propose(self, state, cache, round):
-        one, first_state, cache = self.first.propose(state[0], cache, round)
-        one_foreseen = _foreseen(one, round.eligible)
-        left = jnp.where(one_foreseen < round.eligible, round.eligible, 0)
-        other, second_state, cache = self.second.propose(state[1], cache, round.limited(left, round.gamma))
+    def propose(self, state: State, cache: Cache, current: Round) -> tuple[Proposal, State, Cache]:
+        one, first_state, cache = self.first.propose(state[0], cache, current)
+        one_foreseen = _foreseen(one, current.eligible)
+        left = jnp.where(one_foreseen < current.eligible, current.eligible, 0)
+        other, second_state, cache = self.second.propose(state[1], cache, current.limited(left, current.gamma))
         other_foreseen = _foreseen(other, left)
         picked = where_rows(
             other_foreseen > one_foreseen,
@@ -78,13 +91,13 @@ class CombinedDraft(Draft):
         )
         return picked, (first_state, second_state), cache
 
-    def commit(self, state, result, cache):
+    def commit(self, state: State, result: RoundResult, cache: Cache) -> State:
         return self.first.commit(state[0], result, cache), self.second.commit(state[1], result, cache)
 
-    def in_prefill(self):
+    def in_prefill(self) -> Self:
         return CombinedDraft(self.first.in_prefill(), self.second.in_prefill())
 
-    def in_loop(self):
+    def in_loop(self) -> Self:
         first = self.first.in_loop()
         return CombinedDraft(first, _with_head_of(first, self.first, self.second).in_loop())
 
@@ -116,12 +129,12 @@ class CombinedSettings:
 
     @property
     def checkpoints(self) -> tuple[str, ...]:
-        """The checkpoints that they read besides the target's."""
+        """The checkpoints that the two read besides the target's."""
         return checkpoints_of(self.first) + checkpoints_of(self.second)
 
     @property
     def needs(self) -> frozenset[Gives]:
-        """What they need of the target's cache."""
+        """What the two need of the target's cache."""
         return needs_of(self.first) | needs_of(self.second)
 
     def make(self, model: Llama, int4: Callable[[], Llama]) -> CombinedDraft:

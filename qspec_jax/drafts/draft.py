@@ -1,11 +1,11 @@
-"""What every draft is: three functions that the decode loop calls, and the state that they pass on.
+"""The protocol of drafts: three functions that the decode loop calls, and the state that they pass on.
 
     state                   = draft.begin(prompt)                   after prefill
-    proposal, state, cache  = draft.propose(state, cache, round)    in every round
+    proposal, state, cache  = draft.propose(state, cache, current)    in every round
     state                   = draft.commit(state, result, cache)      when the round has ended
 
 All three run inside one jitted program, for a whole batch at once. Whatever a draft does, the output is exactly the target's, as long as
-the distributions in its proposal are those that its drafts were drawn from, and depend on nothing that a rejected draft left behind.
+the distributions in its proposal are those that its drafts were drawn from, and depend on no rejected draft of an earlier round.
 """
 
 import abc
@@ -32,13 +32,17 @@ State = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """What a draft begins with: n[b] tokens in each row, padded on the right to the longest that the engine takes, and the target's cache
-    that holds them.
+    """What a draft begins with.
 
-    queries: for each layer the target's queries after RoPE of the last tokens of each prompt, as many as the draft's `prompt_queries`, the
-    last token's in the last row and zeros before a prompt's first; empty where none are asked for. capacity: the most tokens that any row
-    may come to hold, the generated ones among them. gamma: the most drafts of a round. width: columns of `tokens` in use: the longest
-    prompt of this call, rounded up (`bucket`); the rest is padding. None: all.
+    Attributes:
+        tokens: the prompts, padded on the right to the longest that the engine takes.
+        n: tokens of each prompt.
+        cache: the target's, which holds the prompts.
+        queries: for each layer the target's queries after RoPE of the last Q tokens of each prompt, where Q is the draft's
+            `prompt_queries`, the last token's in the last row and zeros before a prompt's first; empty if Q is 0.
+        capacity: the maximum number of tokens of a row, the generated ones included.
+        gamma: the maximum number of drafts in a round.
+        width: columns of `tokens` in use: the longest prompt of this call, rounded up (`bucket`); the rest is padding. None: all.
     """
 
     tokens: Int[Array, "B S"]
@@ -53,11 +57,14 @@ class Prompt:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-    """What a draft proposes: tokens, what the sampler knows of the distributions that they were drawn from, and how many of them a row may
-    use.
+    """What a draft proposes in a round.
 
-    foreseen: the value `eligible` had before the first token of the round was drawn; None stands for all that the round allows. A choice
-    between two drafts may depend on it, and not on `eligible`, which may have fallen because of a token that was drawn.
+    Attributes:
+        tokens: the proposed tokens.
+        distributions: what the sampler knows of the distributions that they were drawn from.
+        eligible: how many of the tokens a row may use.
+        foreseen: the value of `eligible` before the first token of the round was drawn; None: all that the round allows. A choice between
+            two drafts may depend on it, but not on `eligible`, which may have fallen because of a token that was drawn.
     """
 
     tokens: Int[Array, "B gamma"]
@@ -83,7 +90,7 @@ class RoundResult:
         flushed: 1 where a group left the buffer.
         masses: for each layer the attention mass that each group of the cache got from the round's query tokens, of which the first is the
             pending token; 0 for queries that were rejected. Empty where the draft does not observe.
-        likeliest: the verifying model's argmax after the pending token and after each proposed one, for a draft that `guesses`; None for
+        top_tokens: the verifying model's argmax after the pending token and after each proposed one, for a draft that `guesses`; None for
             every other, since what follows a rejected draft depends on it.
     """
 
@@ -93,19 +100,23 @@ class RoundResult:
     accepted: Int[Array, "B"]
     flushed: Int[Array, "B"]
     masses: tuple[Float[Array, "B K T C"], ...] = ()
-    likeliest: Int[Array, "B gamma+1"] | None = None
+    top_tokens: Int[Array, "B gamma+1"] | None = None
 
     def __post_init__(self):
-        if isinstance(self.drafted, jax.Array):  # and not what a function of trees puts in its place
+        if isinstance(self.drafted, jax.Array):  # jax.tree functions may put other objects there
             object.__setattr__(self, "drafted", jnp.minimum(self.drafted, self.accepted + 1))
 
 
 class Round(Protocol):
-    """What a draft is told of the round that it proposes for; `qspec_jax.decoding.round.CurrentRound`.
+    """What a draft knows of the round that it proposes for; `qspec_jax.decoding.round.CurrentRound`.
 
-    pending: each row's last token, whose keys and values are not cached yet. position: that token's. gamma: the most drafts of any row.
-    eligible: how many drafts each row may use. varies: whether rows may draft fewer than gamma for other reasons than a flush or the end of
-    a row (adaptive drafting, a least confidence, a draft within a draft); if not, all gamma steps are made.
+    Attributes:
+        pending: each row's last token, whose keys and values are not cached yet.
+        position: the position of that token.
+        eligible: how many drafts each row may use.
+        gamma: the maximum number of drafts of any row.
+        varies: whether rows may draft fewer than gamma for other reasons than a flush or the end of a row (adaptive drafting, a minimum
+            confidence, a draft within a draft); if not, all gamma steps are made.
     """
 
     pending: Int[Array, "B"]
@@ -126,11 +137,11 @@ class Round(Protocol):
         ...
 
     def limited(self, eligible: Int[Array, "B"], gamma: int) -> "Round":
-        """This round with so many drafts that each row may use, and at most gamma of any, for a draft within a draft."""
+        """This round with other numbers of drafts, for a draft within a draft: `eligible` of each row, and at most gamma."""
         ...
 
     def below(self) -> "Round":
-        """This round one level deeper, with random draws of its own, for a draft that itself proposes and verifies."""
+        """This round one level deeper, with its own random draws, for a draft that itself proposes and verifies."""
         ...
 
     def advanced(self, tokens: Int[Array, "B M"], count: Int[Array, "B"]) -> "Round":
@@ -156,14 +167,19 @@ class Proposes(enum.Enum):
 class Draft(abc.ABC):
     """The protocol of a draft. A subclass is a frozen dataclass of weights and settings, registered as a pytree.
 
-    What changes while decoding is its state, whose leaves all have the batch axis first, so that a row of a running batch can be replaced.
-    needs: what it needs of the target's cache that not every cache gives. observes: whether `commit` wants the attention mass that
-    verification saw. prompt_queries: how many of the prompt's last queries `begin` wants. extra_rows: how many tokens beyond gamma + 1
-    `propose` feeds to the target's cache before it rolls back; the cache has room for them. max_length: the most tokens of a row, prompt
-    and new ones, that it can draft for; None: any that the target takes. proposes: for cost estimates (`qspec plan`); None for one that
-    they know nothing of. verifies: whether the draft itself verifies what another drafts for it. guesses: whether its tokens are never
-    accepted and depend on no random draw, so that `commit` may know what follows them
-    (`RoundResult.likeliest`).
+    Its state changes during decoding. All leaves of the state have the batch axis first, so that a row of a running batch can be replaced.
+
+    Attributes:
+        needs: what it needs of the target's cache that not every cache gives.
+        observes: whether `commit` uses the attention mass that verification saw.
+        prompt_queries: how many of the prompt's last queries `begin` uses.
+        extra_rows: how many tokens beyond gamma + 1 `propose` appends to the target's cache before it rolls back; the cache has room for
+            them.
+        max_length: the maximum number of tokens of a row, prompt and new ones, that it can draft for; None: any that the target takes.
+        proposes: for cost estimates (`qspec plan`); None if they cannot be made for this draft.
+        verifies: whether the draft itself verifies tokens of another draft.
+        guesses: whether its tokens are never accepted and depend on no random draw, so that `commit` may know what follows them
+            (`RoundResult.top_tokens`).
     """
 
     needs: frozenset[Gives] = frozenset()
@@ -176,16 +192,16 @@ class Draft(abc.ABC):
     guesses: ClassVar[bool] = False
 
     def with_choice(self, choose: Callable[["Draft"], Skipped]) -> Self:
-        """The draft with what it leaves to be chosen by the prompts (`skip=auto`), which this function does for a part that steps the
-        target's model. A draft that is made of others passes it on to them."""
+        """The draft with its open settings (`skip=auto`) chosen by this function, which is given the part that steps the target's model. A
+        draft that is made of others passes the function on to them."""
         return self
 
     def chosen(self) -> tuple[str, ...]:
-        """What `with_choice` has chosen, as texts, by which a run is known."""
+        """The choices of `with_choice`, as texts, which identify a run."""
         return ()
 
     def made_for(self) -> tuple[tuple[str, int], ...]:
-        """What the draft needs of the target that it was made for: names of fields of its config, and their values."""
+        """The fields of the target's config that the draft depends on: their names and values."""
         return ()
 
     def begin(self, prompt: Prompt) -> State:
@@ -193,27 +209,25 @@ class Draft(abc.ABC):
         return ()
 
     @abc.abstractmethod
-    def propose(self, state: State, cache: Cache, round: Round) -> tuple[Proposal, State, Cache]:
+    def propose(self, state: State, cache: Cache, current: Round) -> tuple[Proposal, State, Cache]:
         """Drafts for a round. The cache comes back with its valid region, bit for bit, and its lengths as they were."""
 
     def commit(self, state: State, result: RoundResult, cache: Cache) -> State:
-        """The state behind a round. cache: the target's, after the round's flush."""
+        """The state after a round. cache: the target's, after the round's flush."""
         return state
 
     def read_in_round(self, state: State, cache: Cache) -> tuple[View | HeldKeys, ...] | None:
-        """What the drafts of a round read of the context in each layer, for measurements of what that is worth.
-
-        None for a draft that does not choose: it reads everything, or nothing.
-        """
+        """What the drafts of a round read of the context in each layer, for measurements; None for a draft that reads everything, or
+        nothing."""
         return None
 
     def in_turn(self) -> tuple["Draft", ...]:
-        """The drafts that a round may ask in place of one another: itself, unless it is a `combine`."""
+        """The drafts of which a round uses one for each row: itself, unless it is a `combine`."""
         return (self,)
 
     def in_prefill(self) -> Self:
-        """The draft as `begin` runs behind prefill: with any values of the settings that `begin` does not ask for, so that drafts that
-        differ in those alone share a program."""
+        """The draft as `begin` runs it after prefill: with default values of the settings that `begin` does not use, so that drafts that
+        differ only in those share a program."""
         return self
 
     def in_loop(self) -> Self:
@@ -223,11 +237,14 @@ class Draft(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Reads:
-    """What a step reads of one layer of a row, in tokens, the one that it appends among them.
+    """What a step reads of one layer of a row, in tokens, the one that it appends included.
 
-    quantized: tokens read in 4-bit codes, from `planes` planes each. full: tokens in full precision. key_groups: whether keys have a scale
-    and a zero for each channel and group, as in the target's cache, or for each token. listed: whether the quantized tokens are those of
-    listed groups, and not all that the row has.
+    Attributes:
+        planes: 4-bit planes read of each quantized token.
+        quantized: tokens read in 4-bit codes.
+        full: tokens read in full precision.
+        key_groups: whether keys have a scale and a zero for each channel and group, as in the target's cache, or for each token.
+        listed: whether the quantized tokens are those of listed groups, and not all that the row has.
     """
 
     planes: int
@@ -240,10 +257,12 @@ class Reads:
 class ModelDraft(Draft):
     """A draft whose tokens come from single-token steps of a model. A subclass says what they read, for cost estimates (`qspec plan`).
 
-    own_cache: whether the steps append to a cache in the draft's state, and not to the target's. own_model: whether the model is another
-    than the target, with weights of its own, which reads the prompts for itself. first_pass: tokens of each row in the pass that the first
-    draft of a round comes from; the others come from a step each. oracle: whether finding out what to read costs as much as reading
-    everything, so that the draft is for measurement alone.
+    Attributes:
+        step: the model and the view of its cache.
+        own_cache: whether the steps append to a cache in the draft's state, and not to the target's.
+        own_model: whether the model is another than the target, with its own weights, which also reads the prompts.
+        first_pass: tokens of each row in the pass that the first draft of a round comes from; the others come from a step each.
+        oracle: whether finding out what to read costs as much as reading everything, so that the draft is for measurements only.
     """
 
     step: ViewedModel
@@ -253,7 +272,7 @@ class ModelDraft(Draft):
     oracle: ClassVar[bool] = False
     proposes = Proposes.ALL
 
-    def made_for(self):
+    def made_for(self) -> tuple[tuple[str, int], ...]:
         names = ("vocab_size",) if self.own_model else ("vocab_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size")
         return tuple((name, getattr(self.step.model.checkpoint_config, name)) for name in names)
 
@@ -268,20 +287,20 @@ class ModelDraft(Draft):
     def holds(self, layer: int, prompt: int, capacity: int, gamma: int) -> Reads:
         """What the draft's own cache has memory for in a row and layer: unless a subclass says otherwise, what the first step reads.
 
-        prompt: tokens of the prompt. capacity: the most tokens that the row may come to hold. gamma: the most drafts of a round.
+        prompt: tokens of the prompt. capacity: the maximum number of tokens of the row. gamma: the maximum number of drafts in a round.
         """
-        return self.reads(layer, 0, prompt + 1, group_size=1)  # nothing is in groups, whose size is then of no account
+        return self.reads(layer, 0, prompt + 1, group_size=1)  # no token is in a group
 
     def raised_to(self, quantized: int, group_size: int) -> int | None:
-        """How many groups a step reads in a row because of some least number, where the draft's budget asks for fewer; None otherwise."""
+        """How many groups a step reads of a row because of a minimum, if the draft's budget asks for fewer; else None."""
         return None
 
     def reads_of_prompt(self, prompt: int) -> int:
-        """How many tokens of a prompt of so many a model of the draft's own is given in prefill."""
+        """How many of a prompt's `prompt` tokens the draft's own model reads in prefill; 0 without one."""
         return prompt if self.own_model else 0
 
     def check_capacity(self, capacity: int) -> None:
-        """Raises InputError where rows that may hold so many tokens are too small for the settings."""
+        """Raises InputError if rows of at most `capacity` tokens are too small for the settings."""
 
 
 class StepwiseDraft(ModelDraft):
@@ -290,7 +309,7 @@ class StepwiseDraft(ModelDraft):
 
     @abc.abstractmethod
     def step_in_round(self, state: State, cache: Cache) -> ViewedModel:
-        """The step that a round's drafts are made by."""
+        """The step that makes a round's drafts."""
 
     def cache_of_steps(self, state: State, cache: Cache) -> AppendedCache:
         """The cache that the steps append to and read: the target's, perhaps with another around it, or the draft's own."""
@@ -299,44 +318,44 @@ class StepwiseDraft(ModelDraft):
     def after_steps(self, state: State, cache: Cache, stepped: AppendedCache, used: Bool[Array, "B"]) -> tuple[State, Cache]:
         """The state and the target's cache, once the steps have returned their cache, rolled back.
 
-        used: the rows that may use drafts. Others are stepped for their neighbours' sake alone, or not at all, so nothing of their state
-        may depend on it.
+        used: the rows that may use drafts. Other rows are stepped only because they are in the same batch, or not at all, so nothing of
+        their state may depend on it.
         """
         return state, stepped
 
-    def read_in_round(self, state, cache):
+    def read_in_round(self, state: State, cache: Cache) -> tuple[View | HeldKeys, ...] | None:
         views = self.step_in_round(state, cache).view
         return views if isinstance(views, tuple) and any(not isinstance(view, DenseView) for view in views) else None
 
-    def propose(self, state, cache, round):
-        proposal, stepped = propose_by_steps(self.step_in_round(state, cache), self.cache_of_steps(state, cache), round)
-        return proposal, *self.after_steps(state, cache, stepped, round.eligible > 0)
+    def propose(self, state: State, cache: Cache, current: Round) -> tuple[Proposal, State, Cache]:
+        proposal, stepped = propose_by_steps(self.step_in_round(state, cache), self.cache_of_steps(state, cache), current)
+        return proposal, *self.after_steps(state, cache, stepped, current.eligible > 0)
 
 
 def check_made_for(draft: Draft, model: Llama) -> None:
-    """Raises InputError where a draft was made for another model than this target."""
+    """Raises InputError if a draft was made for another model than this target."""
     for name, value in draft.made_for():
         if value != (own := getattr(model.checkpoint_config, name)):
             raise InputError(f"the draft was made for a model whose {name} is {value}, and that of this model is {own}; make one for it")
 
 
 def propose_by_steps(
-    step: Step, cache: AppendedCache, round: Round, *, first: Float[Array, "B V"] | None = None
+    step: Step, cache: AppendedCache, current: Round, *, first: Float[Array, "B V"] | None = None
 ) -> tuple[Proposal, AppendedCache]:
     """Drafts by single-token steps of a model over a cache, which comes back rolled back.
 
-    Where the number of drafts varies it stops once no row may use another; the columns behind are zero then. first: the model's logits
-    after the pending token, if the cache holds that already.
+    If the number of drafts varies, it stops when no row may use another; later columns are zero then. first: the model's logits after the
+    pending token, if the cache holds that already.
     """
-    B, gamma, lengths = round.pending.shape[0], round.gamma, cache.lengths
+    B, gamma, lengths = current.pending.shape[0], current.gamma, cache.lengths
 
     def step_from(i, token, cache):
-        logits, cache = step(token[:, None], (round.position + i)[:, None], cache)
+        logits, cache = step(token[:, None], (current.position + i)[:, None], cache)
         return logits[:, 0], cache
 
     def chosen(carry, logits, cache):
         i, _, drafts, distributions, eligible, _ = carry
-        token, distribution, eligible = round.choose(i, logits, drafts, eligible)
+        token, distribution, eligible = current.choose(i, logits, drafts, eligible)
         put = lambda all, new: lax.dynamic_update_index_in_dim(all, new, i, 1)
         return i + 1, token, put(drafts, token), put(distributions, distribution), eligible, cache
 
@@ -344,17 +363,17 @@ def propose_by_steps(
         return chosen(carry, *step_from(carry[0], carry[1], carry[-1]))
 
     drafts = jnp.zeros((B, gamma), jnp.int32)
-    logits = jax.eval_shape(step_from, jnp.int32(0), round.pending, cache)[0] if first is None else first
-    _, distribution, _ = jax.eval_shape(round.choose, jnp.int32(0), logits, drafts, round.eligible)
+    logits = jax.eval_shape(step_from, jnp.int32(0), current.pending, cache)[0] if first is None else first
+    _, distribution, _ = jax.eval_shape(current.choose, jnp.int32(0), logits, drafts, current.eligible)
     distributions = jnp.zeros((B, gamma, distribution.shape[1]), distribution.dtype)
-    carry = (jnp.int32(0), round.pending, drafts, distributions, round.eligible, cache)
+    carry = (jnp.int32(0), current.pending, drafts, distributions, current.eligible, cache)
     if first is not None:
         carry = chosen(carry, first, cache)
-    if round.varies:
+    if current.varies:
         carry = lax.while_loop(lambda carry: carry[0] < carry[4].max(), one, carry)
     else:
-        # A GPU is launched ahead through a known number of trips. Behind a condition it would stand still in each of them until the host
-        # has read it, which costs more than the few drafts that no row may use.
+        # With a known number of trips, kernels are launched ahead. With a condition the GPU would be idle in each trip until the host has
+        # read it, which costs more than the few drafts that no row may use.
         carry = lax.fori_loop(0 if first is None else 1, gamma, lambda _, carry: one(carry), carry)
     _, _, drafts, distributions, eligible, cache = carry
     return Proposal(drafts, distributions, eligible), cache.rollback(lengths)
@@ -363,13 +382,13 @@ def propose_by_steps(
 class DraftSettings(Protocol):
     """The settings of a draft: a frozen dataclass of numbers and texts, each with a default.
 
-    One that loads checkpoints of its own has them in `checkpoints`, see `checkpoints_of`. One that needs more of the target's cache than
-    passes over all of it has that in `needs`, see `needs_of`.
+    Settings that name checkpoints have the attribute `checkpoints`, see `checkpoints_of`. Those of a draft that needs more of the target's
+    cache than passes over all of it have the attribute `needs`, see `needs_of`.
     """
 
     def make(self, model: Llama, int4: Callable[[], Llama]) -> Draft:
-        """The draft of a model. int4: makes the model's INT4 weights, for those that want them. Raises InputError for a setting that does
-        not fit the model."""
+        """The draft of a model. int4: makes the model's INT4 weights, if the draft uses them. Raises InputError for a setting that does not
+        fit the model."""
         ...
 
 

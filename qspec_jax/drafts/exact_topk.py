@@ -5,87 +5,76 @@ make can be measured against it (TriForce, arXiv 2404.11912, table 1, has it as 
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.formats.views import UPPER_PLANE, LargestMass
-from qspec_jax.caches.cache import Gives
-from qspec_jax.drafts.choosing import check_budget, check_fits, check_has_groups, parts_asked
-from qspec_jax.drafts.draft import Reads
+from qspec_jax.caches.cache import Cache, Gives
+from qspec_jax.drafts.choosing import check_budget, check_fits, check_has_groups, parts_asked, tokens_asked
+from qspec_jax.drafts.draft import Prompt, Reads, State
 from qspec_jax.drafts.self_speculative import SelfSpeculativeDraft, SelfSpeculativeSettings
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.viewed import ViewedModel
+from qspec_jax.settings_text import setting
 
-UNITS = ("group", "token")
+
+@dataclasses.dataclass(frozen=True)
+class ExactTopKSettings(SelfSpeculativeSettings):
+    """A step attends to all recent tokens besides those that it chooses."""
+
+    needs: ClassVar[frozenset[Gives]] = frozenset({Gives.GROUPS})
+
+    budget: float = setting(0.06, "How much of the quantized tokens a step reads: a share of at most 1, or a number of tokens.")
+    unit: str = setting("group", "What a step chooses.", choices=("group", "token"))
+    dense_layers: int = setting(0, "How many of the first layers read everything.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_budget(self.budget)
+
+    def make(self, model: Llama, int4: Callable[[], Llama]) -> "ExactTopKDraft":
+        """The draft of a model. Raises InputError as `check_fits` does."""
+        check_fits(model, self.budget, self.dense_layers)
+        if model.kv_copies > 1:  # a device would choose by some of a KV head's query heads
+            raise InputError("draft exact-topk is for no more devices than there are KV heads")
+        return ExactTopKDraft(**self.stepped(model, int4, UPPER_PLANE), settings=self)
+
+    def size(self, group_size: int) -> int:
+        """Tokens of what a step chooses."""
+        return group_size if self.unit == "group" else 1
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExactTopKDraft(SelfSpeculativeDraft):
-    """Single-token steps of a model over the groups, or tokens, with the most attention mass of each step.
+    """Single-token steps of a model over the groups, or tokens, with the most attention mass of each step."""
 
-    budget, whole_groups, dense_layers: see `ExactTopKSettings`.
-    """
+    settings: ExactTopKSettings = dataclasses.field(metadata={"static": True})
 
-    budget: float = dataclasses.field(metadata={"static": True})
-    whole_groups: bool = dataclasses.field(metadata={"static": True})
-    dense_layers: int = dataclasses.field(metadata={"static": True})
-
-    needs = frozenset({Gives.GROUPS})
+    needs = ExactTopKSettings.needs
     oracle = True
 
-    def begin(self, prompt):
+    def begin(self, prompt: Prompt) -> State:
         check_has_groups(prompt.cache, "exact-topk")
         return ()
 
-    def in_prefill(self):
-        return dataclasses.replace(self, budget=1, whole_groups=True, dense_layers=0)
+    def in_prefill(self) -> Self:
+        return dataclasses.replace(self, settings=ExactTopKSettings())
 
-    def step_in_round(self, state, cache):
-        size = cache.group_size if self.whole_groups else 1
+    def step_in_round(self, state: State, cache: Cache) -> ViewedModel:
+        size = self.settings.size(cache.group_size)
         parts = cache.lengths.quantized // size
-        count = jnp.ceil(parts_asked(self.budget, parts, size)).astype(jnp.int32)
-        chosen = LargestMass(jnp.minimum(count, parts), self.whole_groups)
-        views = tuple(UPPER_PLANE if layer < self.dense_layers else chosen for layer in range(len(cache.layers)))
+        count = jnp.ceil(parts_asked(self.settings.budget, parts, size)).astype(jnp.int32)
+        chosen = LargestMass(jnp.minimum(count, parts), self.settings.unit == "group")
+        views = tuple(UPPER_PLANE if layer < self.settings.dense_layers else chosen for layer in range(len(cache.layers)))
         return ViewedModel(self.step.model, views)
 
-    def reads(self, layer, quantized, buffered, group_size):
+    def reads(self, layer: int, quantized: int, buffered: int, group_size: int) -> Reads:
         """See `ModelDraft.reads`. That a step reads all keys to find its choice does not count: no draft that is measured by it does."""
-        size = group_size if self.whole_groups else 1
-        asked = quantized if layer < self.dense_layers else math.ceil(parts_asked(self.budget, quantized // size, size)) * size
-        return Reads(1, min(quantized, asked), buffered)
-
-
-@dataclasses.dataclass(frozen=True)
-class ExactTopKSettings(SelfSpeculativeSettings):
-    """The settings of the draft.
-
-    budget: how much of the quantized region a step attends to, a share in (0, 1] or a number of tokens; it attends to all recent tokens
-    besides. unit: what it chooses, "group" or "token". dense_layers: the first so many layers read everything. For the shared ones see
-    `SelfSpeculativeSettings`.
-    """
-
-    needs: ClassVar[frozenset[Gives]] = ExactTopKDraft.needs
-
-    budget: float = 0.06
-    unit: str = "group"
-    dense_layers: int = 0
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_budget(self.budget)
-        if self.unit not in UNITS:
-            raise InputError(f"draft unit {self.unit!r} should be {' or '.join(UNITS)}")
-
-    def make(self, model: Llama, int4: Callable[[], Llama]) -> ExactTopKDraft:
-        """The draft of a model. int4: makes the model's INT4 weights. Raises InputError as `check_fits` does."""
-        check_fits(model, self.budget, self.dense_layers)
-        if model.kv_copies > 1:  # a device would choose by some of a KV head's query heads
-            raise InputError("draft exact-topk is for no more devices than there are KV heads")
-        settings = dict(budget=self.budget, whole_groups=self.unit == "group", dense_layers=self.dense_layers)
-        return ExactTopKDraft(**self.stepped(model, int4, UPPER_PLANE), **settings)
+        settings = self.settings
+        asked = tokens_asked(settings.budget, quantized, settings.size(group_size))
+        return Reads(1, quantized if layer < settings.dense_layers else min(quantized, asked), buffered)

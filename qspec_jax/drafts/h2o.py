@@ -5,12 +5,29 @@ everything, so a group's mass is what it got of full attention; and groups take 
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from qspec_jax.caches.cache import Cache
+from qspec_jax.drafts.draft import Prompt, RoundResult, State
 from qspec_jax.drafts.sparse import SparseDraft, SparseSettings
 from qspec_jax.errors import InputError
+from qspec_jax.models.llama import Llama
+
+
+@dataclasses.dataclass(frozen=True)
+class H2ODraftSettings(SparseSettings):
+    """H2O reads equally many of the newest and of the heavy hitters: `newest` is 0.5. It sums the mass of all rounds, without `memory`."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.memory:
+            raise InputError("draft h2o sums the mass of all rounds; memory is for sparse")
+
+    def make(self, model: Llama, int4: Callable[[], Llama]) -> "H2ODraft":
+        return H2ODraft(**self.parts(model, int4))
 
 
 @jax.tree_util.register_dataclass
@@ -21,22 +38,9 @@ class H2ODraft(SparseDraft):
     name = "h2o"
     prompt_queries = 32
 
-    def begin(self, prompt):
+    def begin(self, prompt: Prompt) -> State:
         queries = jnp.minimum(prompt.n, self.prompt_queries)[:, None, None]
         return tuple(queries * mean for mean in super().begin(prompt))
 
-    def commit(self, state, result, cache):
+    def commit(self, state: State, result: RoundResult, cache: Cache) -> State:
         return tuple(old + mass.sum(2) for mass, old in zip(result.masses, state))
-
-
-@dataclasses.dataclass(frozen=True)
-class H2OSettings(SparseSettings):
-    """The settings of the draft; see `SparseSettings`. H2O reads as many of the newest as of the heavy hitters: newest is 0.5. It forgets
-    nothing, and takes no other memory."""
-
-    kind = H2ODraft
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.memory:
-            raise InputError("draft h2o sums the mass of all rounds; memory is for sparse")

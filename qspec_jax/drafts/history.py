@@ -13,7 +13,7 @@ from qspec_jax.drafts.draft import Prompt, RoundResult
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class History:
-    """The rows' tokens: n[b] of them stand before the pending token, which is at n[b]; what lies behind it is scratch."""
+    """The rows' tokens: n[b] before the pending token, which is at n[b]; later columns are scratch."""
 
     tokens: Int[Array, "B R"]
     n: Int[Array, "B"]
@@ -34,11 +34,11 @@ class History:
         return dataclasses.replace(self, tokens=put(self.tokens, at, tokens))
 
     def read(self, start: Int[Array, "B"], width: int) -> Int[Array, "B T"]:
-        """The tokens from start[b] on; beyond the last column stands the last one's."""
+        """The tokens from start[b] on; beyond the last column, the last one's."""
         at = jnp.minimum(start[:, None] + jnp.arange(width), self.tokens.shape[1] - 1)
         return jnp.take_along_axis(self.tokens, at, 1)
 
     def after(self, result: RoundResult) -> Self:
-        """The history once a round has emitted its tokens, of which the last one is pending."""
+        """The history after a round has emitted its tokens, of which the last one is pending."""
         written = self.written(1, result.tokens, result.count)
         return dataclasses.replace(written, n=self.n + result.count)

@@ -56,14 +56,14 @@ def stored_int4(directory: str | Path, model: Llama) -> Llama | None:
     if not has_stored_int4(directory, model.dtype.name):
         if has_stored_int4(directory, None):
             stored_as = converted.read_manifest(directory).dtype
-            log.warning("%s: its draft is of %s weights, and is made anew for %s", directory, stored_as, model.dtype.name)
+            log.warning("%s: its draft is of %s weights, and is quantized again for %s", directory, stored_as, model.dtype.name)
         return None
     weights, mesh = model.weights(), mesh_of(model.weights())
     placement = Placement(load_config(directory), mesh)
     shape = lambda whole: jax.eval_shape(quantize_weight, jax.ShapeDtypeStruct(whole, model.dtype))
     shapes = {path: shape(whole) for path, whole in weight_shapes(placement.config).items() if is_linear(path)}
     if mesh is not None and (cut := [path for path, weight in shapes.items() if _groups_are_cut(path, weight, mesh)]):
-        log.warning("%s: its draft is made anew, for %d devices would cut groups of %s", directory, mesh.size, cut[0])
+        log.warning("%s: its draft is quantized again, for %d devices would cut groups of %s", directory, mesh.size, cut[0])
         return None
     found = converted.restore(directory, converted.DRAFT, shapes, placement)
     weights |= {path: placement.spread(path, weight) for path, weight in found.items()}

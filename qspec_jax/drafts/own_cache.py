@@ -20,7 +20,7 @@ from qspec_jax.models.prompts import bucket
 
 
 class OwnText(abc.ABC):
-    """What a model has read of the rows' texts. Passes append to `cache`; `keep` takes in some of what one has appended."""
+    """What a model has read of the rows' texts. Passes append to `cache`; `keep` takes in some of the tokens that a pass has appended."""
 
     cache: AppendedCache
 
@@ -53,14 +53,14 @@ class WholeText(OwnText):
         return cls(prefill(model, prompt.tokens[:, : prompt.width], prompt.n, empty)[1])
 
     @property
-    def read_so_far(self):
+    def read_so_far(self) -> Int[Array, "B"]:
         return self.cache.lengths.total
 
     @property
-    def position(self):
+    def position(self) -> Int[Array, "B"]:
         return self.read_so_far
 
-    def keep(self, model, fed, count, most):
+    def keep(self, model: Llama, fed: AppendedCache, count: Int[Array, "B"], most: int) -> Self:
         return WholeText(fed.rollback(longer(self.cache.lengths, count)))
 
 
@@ -77,7 +77,7 @@ class Window(SinkWindow, OwnText):
 
     @classmethod
     def begin(cls, model: Llama, prompt: Prompt, appended: int, *, sinks: int, window: int) -> Self:
-        """As `WholeText.begin`, for so many first tokens, and a window of so many."""
+        """As `WholeText.begin`, for `sinks` first tokens and a window of `window` tokens."""
         size, S = sinks + window, prompt.tokens.shape[1]
         width, n = min(bucket(size), prompt.width or S), jnp.minimum(prompt.n, size)
         skipped, column = prompt.n - n, jnp.arange(width)
@@ -91,14 +91,14 @@ class Window(SinkWindow, OwnText):
         return cls(cache, tuple(keys[:, :, :sinks] for keys, _ in layers) if sinks else (), skipped)
 
     @property
-    def read_so_far(self):
+    def read_so_far(self) -> Int[Array, "B"]:
         return self.cache.taken + self.skipped
 
     @property
-    def position(self):
+    def position(self) -> Int[Array, "B"]:
         return self.cache.taken
 
-    def keep(self, model, fed, count, most):
+    def keep(self, model: Llama, fed: AppendedCache, count: Int[Array, "B"], most: int) -> Self:
         rows = self.cache.rows[:, None] + jnp.arange(most)
         return dataclasses.replace(self, cache=fed).take_in(model, [layer.read(rows[:, None]) for layer in fed.layers], count)
 

@@ -1,4 +1,4 @@
-"""Prompt lookup: no model, but what followed the last time that the row's text ended as it does now.
+"""Prompt lookup: no model, but the tokens that followed an earlier place where the row's text is as it is at its end.
 
 Source: prompt lookup decoding (Apoorv Saxena, 2023); n-grams are looked up as `PromptLookupCandidateGenerator` in transformers does it, the
 longest first, but of several places the most recent one is taken.
@@ -12,16 +12,18 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from qspec_jax.drafts.draft import Draft, Proposal, Proposes
+from qspec_jax.caches.cache import Cache
+from qspec_jax.drafts.draft import Draft, Prompt, Proposal, Proposes, Round, RoundResult
 from qspec_jax.drafts.history import History
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
+from qspec_jax.settings_text import check_settings, setting
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PromptLookupDraft(Draft):
-    """Proposes the tokens behind the most recent earlier place of the longest n-gram that ends a row's text; none where there is no such
+    """Proposes the tokens after the most recent earlier place of the longest n-gram that ends a row's text; none if there is no such
     place. Its state is the text.
 
     longest, shortest: tokens of the n-grams.
@@ -33,19 +35,19 @@ class PromptLookupDraft(Draft):
 
     proposes = Proposes.ALL_OR_NONE
 
-    def made_for(self):
+    def made_for(self) -> tuple[tuple[str, int], ...]:
         return (("vocab_size", self.vocab_size),)
 
-    def begin(self, prompt):
+    def begin(self, prompt: Prompt) -> History:
         return History.begin(prompt)
 
-    def propose(self, state, cache, round):
-        state = state.written(0, round.pending[:, None])
-        tokens, found = look_up(state.tokens, state.n + 1, round.gamma, longest=self.longest, shortest=self.shortest)
-        eligible = jnp.where(found, round.eligible, 0)
-        return Proposal(tokens, round.certain(tokens, self.vocab_size), eligible, eligible), state, cache
+    def propose(self, state: History, cache: Cache, current: Round) -> tuple[Proposal, History, Cache]:
+        state = state.written(0, current.pending[:, None])
+        tokens, found = look_up(state.tokens, state.n + 1, current.gamma, longest=self.longest, shortest=self.shortest)
+        eligible = jnp.where(found, current.eligible, 0)
+        return Proposal(tokens, current.certain(tokens, self.vocab_size), eligible, eligible), state, cache
 
-    def commit(self, state, result, cache):
+    def commit(self, state: History, result: RoundResult, cache: Cache) -> History:
         return state.after(result)
 
 
@@ -54,7 +56,7 @@ def look_up(
 ) -> tuple[Int[Array, "B count"], Array]:
     """What followed the most recent earlier place of the longest n-gram, of `shortest` to `longest` tokens, that ends each row's text.
 
-    text: length[b] tokens of each row, and others behind them that are not read. Where fewer than `count` tokens followed, the proposal
+    text: length[b] tokens of each row; later columns are not read. Where fewer than `count` tokens followed, the proposal
     goes on in itself, as if each token had been looked up in turn. Returns the tokens, and whether there is such a place [B]; where there
     is none the tokens mean nothing. Takes time that grows with longest * R.
     """
@@ -62,7 +64,7 @@ def look_up(
     longest = min(longest, R)
     last = length[:, None] - 1
     column = jnp.arange(R)
-    # What stands in front of a text is -1, and -2 where it is part of the n-gram: equal to no token, and not to each other.
+    # Before a text comes -1, and -2 in the n-gram: equal to no token, and not to each other.
     before = jnp.pad(text, ((0, 0), (longest, 0)), constant_values=-1)
 
     def compare(k, carry):
@@ -83,15 +85,13 @@ def look_up(
 
 @dataclasses.dataclass(frozen=True)
 class PromptLookupSettings:
-    """The settings of the draft. longest, shortest: an n-gram of at most `longest` tokens is looked for, and then shorter ones, down to
-    `shortest` tokens."""
+    """N-grams are looked for from the longest to the shortest."""
 
-    longest: int = 3
-    shortest: int = 1
+    longest: int = setting(3, "How many tokens the longest n-gram has.")
+    shortest: int = setting(1, "How many tokens the shortest n-gram has.", minimum=1)
 
     def __post_init__(self):
-        if self.shortest < 1:
-            raise InputError(f"draft shortest {self.shortest} should be at least 1, the tokens of the shortest n-gram to look up")
+        check_settings("draft", self)
         if self.longest < self.shortest:
             raise InputError(f"draft longest {self.longest} should be at least shortest, {self.shortest}: the tokens of an n-gram")
 

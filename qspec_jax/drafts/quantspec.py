@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 import jax
 
 from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE, View
-from qspec_jax.drafts.draft import Reads
+from qspec_jax.caches.cache import Cache
+from qspec_jax.drafts.draft import Reads, State
 from qspec_jax.drafts.int4 import int4_model, with_own_layers
 from qspec_jax.drafts.self_speculative import SelfSpeculativeDraft, SelfSpeculativeSettings
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.skipping import Deferred, Skipped
+from qspec_jax.models.viewed import ViewedModel
 from qspec_jax.settings_text import setting
 
 DRAFT_VIEWS: dict[str, View] = {"int4": UPPER_PLANE, "int8": BOTH_PLANES}
@@ -25,10 +27,10 @@ DRAFT_VIEWS: dict[str, View] = {"int4": UPPER_PLANE, "int8": BOTH_PLANES}
 class QuantSpecDraft(SelfSpeculativeDraft):
     """Single-token steps of a model over the target's cache."""
 
-    def step_in_round(self, state, cache):
+    def step_in_round(self, state: State, cache: Cache) -> ViewedModel:
         return self.through(self.step.view) if self.skipped else self.step
 
-    def reads(self, layer, quantized, buffered, group_size):
+    def reads(self, layer: int, quantized: int, buffered: int, group_size: int) -> Reads:
         if layer in self.skipped.attention:
             return Reads(0, 0, 0)
         view = self.step.view[layer] if isinstance(self.step.view, tuple) else self.step.view
@@ -37,21 +39,18 @@ class QuantSpecDraft(SelfSpeculativeDraft):
 
 @dataclasses.dataclass(frozen=True)
 class QuantSpecSettings(SelfSpeculativeSettings):
-    """The settings of the draft.
+    """Sensitive layers are L_S in algorithm 1 of the paper, which does not define them."""
 
-    cache: what it reads of the target's cache, "int4" (the upper plane) or "int8" (both planes). sensitive_layers: the first and the last
-    so many layers are the target's own, in weights and cache (QuantSpec, algorithm 1, where they are L_S and not defined). skip: layers
-    whose attention or MLP is left out, see `Skipped.parse`. For the shared ones see `SelfSpeculativeSettings`.
-    """
-
-    cache: str = "int4"
-    sensitive_layers: int = 0
-    skip: str = setting("none", "Layers whose attention or MLP is left out.", example="skip=(3,5a)")
+    cache: str = setting("int4", "What is read of the target's cache: the upper plane, or both.", choices=tuple(DRAFT_VIEWS))
+    sensitive_layers: int = setting(0, "How many of the first and of the last layers are the target's own, in weights and cache.")
+    skip: str = setting(
+        "none",
+        "Layers to leave out: none, auto, or all of layer 3, the attention of 5 and the MLP of 6 as (3,5a,6m).",
+        example="skip=(3,5a)",
+    )
 
     def __post_init__(self):
         super().__post_init__()
-        if self.cache not in DRAFT_VIEWS:
-            raise InputError(f"draft cache {self.cache!r} should be {' or '.join(DRAFT_VIEWS)}")
         Skipped.parse(self.skip)
 
     def make(self, model: Llama, int4: Callable[[], Llama]) -> QuantSpecDraft:

@@ -12,7 +12,7 @@ from qspec_jax.drafts.chunk_means import ChunkMeansSettings
 from qspec_jax.drafts.combine import CombinedSettings
 from qspec_jax.drafts.draft import Draft, DraftSettings, checkpoints_of
 from qspec_jax.drafts.exact_topk import ExactTopKSettings
-from qspec_jax.drafts.h2o import H2OSettings
+from qspec_jax.drafts.h2o import H2ODraftSettings
 from qspec_jax.drafts.int4 import int4_model
 from qspec_jax.drafts.prompt_lookup import PromptLookupSettings
 from qspec_jax.drafts.quantspec import QuantSpecSettings
@@ -20,8 +20,7 @@ from qspec_jax.drafts.retrieval import RetrievalSettings
 from qspec_jax.drafts.small_model import SmallModelSettings
 from qspec_jax.drafts.snapkv import SnapKVSettings
 from qspec_jax.drafts.sparse import SparseSettings
-from qspec_jax.drafts.specache import GuessSettings
-from qspec_jax.drafts.streaming_llm import StreamingSettings
+from qspec_jax.drafts.streaming_llm import StreamingDraftSettings
 from qspec_jax.drafts.triforce import TriForceSettings
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
@@ -36,7 +35,7 @@ USUAL = "quantspec"  # for commands that take no auto, and what auto comes to wh
 DRAFTS: dict[str, type[DraftSettings]] = {
     "quantspec": QuantSpecSettings,
     "sparse": SparseSettings,
-    "streaming-llm": StreamingSettings,
+    "streaming-llm": StreamingDraftSettings,
     "snapkv": SnapKVSettings,
     "retrieval": RetrievalSettings,
     "triforce": TriForceSettings,
@@ -44,9 +43,8 @@ DRAFTS: dict[str, type[DraftSettings]] = {
     "prompt-lookup": PromptLookupSettings,
     "combine": CombinedSettings,
     "exact-topk": ExactTopKSettings,
-    "h2o": H2OSettings,
+    "h2o": H2ODraftSettings,
     "chunk-means": ChunkMeansSettings,
-    "specache": GuessSettings,
 }
 
 

@@ -16,19 +16,46 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from qspec_jax.caches.cache import Cache
+from pallas_kernels.formats.views import HeldKeys, View
+from qspec_jax.caches.cache import AppendedCache, Cache
 from qspec_jax.caches.compact import CompactCache
 from qspec_jax.drafts.chunks import FirstQueriesCache, chunk_scores
 from qspec_jax.drafts.compact import CompactDraft, CompactSettings, with_generated
-from qspec_jax.drafts.draft import Reads
-from qspec_jax.errors import InputError
+from qspec_jax.drafts.draft import Prompt, Reads, RoundResult
 from qspec_jax.models.llama import Llama
+from qspec_jax.settings_text import setting
 
 Layer = TypeVar("Layer")
-RECENT = 32  # at least so many of a text's last tokens are always copied
+RECENT = 32  # the minimum number of a text's last tokens that are copied
 ROLLING = 0.8  # how much of the acceptance of earlier rounds stays in its rolling average
+
+
+@dataclasses.dataclass(frozen=True)
+class RetrievalSettings(CompactSettings):
+    """The budget is of chosen chunks and recent tokens together. `generated` makes a difference only where it is less than `rebuild`."""
+
+    budget: float = setting(4096, "How much of the text a row's draft reads: a share of its prompt, or a number of tokens.")
+    chunk: int = setting(8, "How many tokens a chunk has.", minimum=1)
+    generated: int = setting(1024, "How many of the tokens emitted since the last choice are read, the most recent ones.", minimum=1)
+    rebuild: int = setting(256, "After how many tokens the choice is made again; 0 is never.", minimum=0)
+    least_accepted: float = setting(
+        0.0, "Below which average share of accepted drafts the choice is made again; 0 is never.", minimum=0, below=1
+    )
+
+    @property
+    def always(self) -> tuple[int, str]:
+        return RECENT + 2 * self.chunk - 1, "recent tokens and those of the first chunk"
+
+    @property
+    def ring_size(self) -> int:
+        """How many of the tokens emitted since the last choice a step can read."""
+        return min(self.generated, self.rebuild or self.generated)
+
+    def make(self, model: Llama, int4: Callable[[], Llama]) -> "RetrievalDraft":
+        """The draft of a model. Raises InputError as `parts` does."""
+        return RetrievalDraft(**self.parts(model, int4))
 
 
 @jax.tree_util.register_dataclass
@@ -49,36 +76,28 @@ class RetrievalState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RetrievalDraft(CompactDraft):
-    """Steps over copied chunks. chunk, generated, rebuild, least_accepted: see `RetrievalSettings`; for the others `CompactDraft`."""
+    """Single-token steps of a model over copied chunks of the text and the tokens that were generated since."""
 
-    chunk: int = dataclasses.field(metadata={"static": True})
-    generated: int = dataclasses.field(metadata={"static": True})
-    rebuild: int = dataclasses.field(metadata={"static": True})
-    least_accepted: float = dataclasses.field(metadata={"static": True})
+    settings: RetrievalSettings = dataclasses.field(metadata={"static": True})
 
     prompt_queries = 1
 
-    def check_capacity(self, capacity):
-        """Refuses no budget: one of more tokens than a row has room for copies the whole row."""
+    def check_capacity(self, capacity: int) -> None:
+        """Accepts every budget: with one of more tokens than a row has room for, the whole row is copied."""
 
-    def budgets(self, prompt):
+    def budgets(self, prompt: Prompt) -> tuple[Int[Array, "B"], int]:
         budget, most = super().budgets(prompt)
-        most = min(most, max(self.least, prompt.capacity + self.chunk))
+        most = min(most, max(self.settings.min_tokens, prompt.capacity + self.settings.chunk))
         return jnp.minimum(budget, most), most
 
-    def begin(self, prompt):
+    def begin(self, prompt: Prompt) -> RetrievalState:
         budget, most = self.budgets(prompt)
         queries = tuple(q[:, 0] for q in prompt.queries)
-        ring = max(1, min(self.ring_size, prompt.capacity - prompt.tokens.shape[1]))
-        layer = lambda _, *both: CompactCache.make_layer(*both, kind=self.kind, appended=prompt.gamma, room=ring)
+        ring = max(1, min(self.settings.ring_size, prompt.capacity - prompt.tokens.shape[1]))
+        layer = lambda _, *both: CompactCache.make_layer(*both, kind=self.settings.cache, appended=prompt.gamma, room=ring)
         layers, kept = self.copied(queries, prompt.cache, budget, most, make=layer)
         own = CompactCache.of(layers, kept=kept, ring=jnp.full_like(kept, ring), taken=kept)
         return RetrievalState(own, queries, budget, jnp.zeros_like(prompt.n), jnp.ones(prompt.n.shape, jnp.float32), most)
-
-    @property
-    def ring_size(self) -> int:
-        """How many of the tokens emitted since the last choice a step can read."""
-        return min(self.generated, self.rebuild or self.generated)
 
     def copied(
         self,
@@ -90,13 +109,20 @@ class RetrievalDraft(CompactDraft):
         *,
         make: Callable[[int, Array, Array], Layer],
     ) -> tuple[list[Layer], Int[Array, "R"]]:
-        """Copies the best chunks of what rows of a cache hold, and behind them their recent tokens. Returns what `make` makes of each
-        layer; and how many of these tokens there are in each row, which is within its budget.
+        """Copies the best chunks of rows of a cache, and after them the rows' recent tokens.
 
-        batch_rows: these rows of the batch; None: all. make: is called with each layer's number, and its copied keys and values
-        [R, K, most, H].
+        Args:
+            queries: those that choose, for each layer.
+            cache: the target's.
+            budget: of each row, in tokens.
+            most: the maximum budget.
+            batch_rows: these rows of the batch; None: all.
+            make: makes a layer of its number, and its copied keys and values [R, K, most, H].
+
+        Returns:
+            The layers, and how many tokens there are in each row, within its budget.
         """
-        n, chunk = cache.lengths.total if batch_rows is None else cache.lengths.total[batch_rows], self.chunk
+        n, chunk = cache.lengths.total if batch_rows is None else cache.lengths.total[batch_rows], self.settings.chunk
         # The recent tokens begin with a whole chunk, so that each token is either in a chunk to choose from or recent.
         whole, width = jnp.maximum(n - RECENT, 0) // chunk, RECENT + chunk
         count = jnp.minimum(whole, (budget - width) // chunk)
@@ -112,25 +138,27 @@ class RetrievalDraft(CompactDraft):
             layers.append(make(i, *on_device.tokens(i, positions, batch_rows)))
         return layers, n - (whole - count) * chunk
 
-    def cache_of_steps(self, state, cache):
+    def cache_of_steps(self, state: RetrievalState, cache: Cache) -> AppendedCache:
         return FirstQueriesCache(state.own, state.queries, jnp.int32(0))
 
-    def after_steps(self, state, cache, stepped, used):
+    def after_steps(
+        self, state: RetrievalState, cache: Cache, stepped: AppendedCache, used: Bool[Array, "B"]
+    ) -> tuple[RetrievalState, Cache]:
         return dataclasses.replace(state, own=stepped.cache, queries=stepped.queries_where(used, state.queries)), cache
 
-    def read_in_round(self, state, cache):
+    def read_in_round(self, state: RetrievalState, cache: Cache) -> tuple[View | HeldKeys, ...] | None:
         return super().read_in_round(state.own, cache)
 
-    def commit(self, state, result, cache):
+    def commit(self, state: RetrievalState, result: RoundResult, cache: Cache) -> RetrievalState:
         own, running = super().commit(state.own, result, cache), result.count > 0
         share = result.accepted.astype(jnp.float32) / jnp.maximum(result.drafted, 1)
         accepted = jnp.where(running & (result.drafted > 0), ROLLING * state.accepted + (1 - ROLLING) * share, state.accepted)
         since = state.since + result.count
         new = dataclasses.replace(state, own=own, since=since, accepted=accepted)
-        due = accepted < self.least_accepted
-        if self.rebuild:
-            due |= since >= self.rebuild
-        elif not self.least_accepted:
+        settings, due = self.settings, accepted < self.settings.least_accepted
+        if settings.rebuild:
+            due |= since >= settings.rebuild
+        elif not settings.least_accepted:
             return new
         due &= running
 
@@ -148,14 +176,16 @@ class RetrievalDraft(CompactDraft):
         own, _ = lax.while_loop(lambda carry: carry[1].any(), choose_for_next_row, (own, due))
         return dataclasses.replace(new, own=own, since=jnp.where(due, 0, since), accepted=jnp.where(due, 1, accepted))
 
-    def reads(self, layer, quantized, buffered, group_size):
+    def reads(self, layer: int, quantized: int, buffered: int, group_size: int) -> Reads:
         """See `ModelDraft.reads`. The ring is counted as full; before that a step reads less."""
-        return with_generated(super().reads(layer, quantized, buffered, group_size), self.ring_size, quantized + buffered)
+        return with_generated(super().reads(layer, quantized, buffered, group_size), self.settings.ring_size, quantized + buffered)
 
-    def holds(self, layer, prompt, capacity, gamma):
-        """See `ModelDraft.holds`: as many as `begin` makes room for."""
-        rows = min(self.budget_of(prompt), max(self.least, capacity + self.chunk)) + max(1, min(self.ring_size, capacity - prompt))
-        return Reads(0, 0, rows + gamma + 1) if self.kind == "full" else Reads(2, rows, gamma + 1, key_groups=False)
+    def holds(self, layer: int, prompt: int, capacity: int, gamma: int) -> Reads:
+        """See `ModelDraft.holds`: what `begin` makes room for."""
+        settings = self.settings
+        chosen = min(settings.budget_of(prompt), max(settings.min_tokens, capacity + settings.chunk))
+        rows = chosen + max(1, min(settings.ring_size, capacity - prompt))
+        return Reads(0, 0, rows + gamma + 1) if settings.cache == "full" else Reads(2, rows, gamma + 1, key_groups=False)
 
 
 def best_chunks(score: Float[Array, "R K chunks"], count: Int[Array, "R"], *, most: int) -> Int[Array, "R K most"]:
@@ -163,40 +193,3 @@ def best_chunks(score: Float[Array, "R K chunks"], count: Int[Array, "R"], *, mo
     chunks = score.shape[2]
     _, best = lax.top_k(score, min(most, chunks))
     return jnp.sort(jnp.where(jnp.arange(best.shape[2]) < count[:, None, None], best, chunks), -1)
-
-
-@dataclasses.dataclass(frozen=True)
-class RetrievalSettings(CompactSettings):
-    """The settings of the draft.
-
-    budget: chosen chunks and recent tokens together; for the other shared ones see `CompactSettings`. chunk: tokens of a chunk. generated:
-    of the tokens emitted since the choice the most recent so many are read; it matters only where it is less than rebuild. rebuild: the
-    choice is made again after so many tokens; 0: not by their number. least_accepted: it is made again where the rolling average of the
-    share of judged drafts that are accepted is less; 0: never.
-    """
-
-    budget: float = 4096
-    chunk: int = 8
-    generated: int = 1024
-    rebuild: int = 256
-    least_accepted: float = 0.0
-
-    @property
-    def always(self):
-        return RECENT + 2 * self.chunk - 1, "recent tokens and those of the first chunk"
-
-    def __post_init__(self):
-        if self.chunk < 1:
-            raise InputError(f"draft chunk {self.chunk} should be at least 1")
-        if self.generated < 1:
-            raise InputError(f"draft generated {self.generated} should be at least 1")
-        if self.rebuild < 0:
-            raise InputError(f"draft rebuild {self.rebuild} should be at least 0")
-        if not 0 <= self.least_accepted < 1:
-            raise InputError(f"draft least_accepted {self.least_accepted:g} should be a share, at least 0 and less than 1")
-        super().__post_init__()
-
-    def make(self, model: Llama, int4: Callable[[], Llama]) -> RetrievalDraft:
-        """The draft of a model. int4: makes the model's INT4 weights. Raises InputError for more tokens than it has positions for."""
-        own = {name: getattr(self, name) for name in ("chunk", "generated", "rebuild", "least_accepted")}
-        return RetrievalDraft(**self.shared(model, int4), **own)

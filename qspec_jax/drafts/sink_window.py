@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.rope_append import rotate
-from qspec_jax.caches.compact import CompactCache, KeysValues
+from qspec_jax.caches.cache import KeysValues
+from qspec_jax.caches.compact import CompactCache
 from qspec_jax.models import rope
 from qspec_jax.models.llama import Llama
 
@@ -54,5 +55,5 @@ class SinkWindow:
 
 
 def tokens_of_sinks(sinks: int) -> int:
-    """How many tokens take the memory of what a `SinkWindow` with so many sinks holds besides its cache: their keys, without values."""
+    """The memory of what a `SinkWindow` holds besides its cache, the keys of its sinks without values, as a number of tokens."""
     return -(-sinks // 2)

@@ -8,19 +8,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.formats.views import FULL_PRECISION
-from qspec_jax.caches.cache import AppendedCache
-from qspec_jax.drafts.draft import ModelDraft, Reads, propose_by_steps
+from qspec_jax.caches.cache import AppendedCache, Cache
+from qspec_jax.drafts.draft import ModelDraft, Prompt, Proposal, Reads, Round, RoundResult, propose_by_steps
 from qspec_jax.drafts.history import History
 from qspec_jax.drafts.own_cache import OwnText, WholeText, Window
 from qspec_jax.drafts.own_model import own_config, own_model
-from qspec_jax.drafts.self_speculative import check_weight_bits
 from qspec_jax.drafts.sink_window import tokens_of_sinks
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.viewed import Step, ViewedModel
+from qspec_jax.settings_text import check_settings, setting
 
-# Tokens that the model takes in at once where its cache lacks some: so few take hardly longer than one.
+# Tokens that the model takes in at once if its cache lacks some: this number takes hardly longer than one.
 BLOCK = 4
 READS = ("text", "window")
 
@@ -30,7 +30,7 @@ READS = ("text", "window")
 class SmallModelState:
     """The text of the rows, and what the model has read of it.
 
-    fed: drafts of the last round whose K/V lie in `own.cache` beyond its lengths; they stand in `history` behind the pending token.
+    fed: drafts of the last round whose keys and values are in `own.cache` beyond its lengths; in `history` they follow the pending token.
     """
 
     history: History
@@ -41,7 +41,7 @@ class SmallModelState:
         """The model's logits after the pending token, and the text that it has read with all tokens up to that, in every row that may use
         drafts. step: of this model.
 
-        It lacks the last draft where all were accepted, and more behind rounds in which the row used none, or another draft's.
+        It lacks the last draft if all were accepted, and more after rounds in which the row used none, or another draft's.
         """
         history, pending = self.history, self.history.n
 
@@ -52,16 +52,16 @@ class SmallModelState:
             at = pending - own.read_so_far  # -1 in a row that has caught up
             of_pending = jnp.take_along_axis(found, jnp.clip(at, 0, BLOCK - 1)[:, None, None], 1)[:, 0]
             logits = jnp.where(((at >= 0) & (at < BLOCK))[:, None], of_pending, logits)
-            # A row that may use none waits. Else its neighbours would decide when it catches up, and in which blocks: its tokens would be
-            # rounded otherwise than in another batch.
+            # A row that may use none waits. Otherwise other rows would decide when it catches up, and in which blocks, and its logits would
+            # be rounded differently in another batch.
             count = jnp.where(eligible > 0, jnp.clip(at + 1, 0, BLOCK), 0)
             return own.keep(model, fed, count, BLOCK), logits
 
-        def behind(carry):
+        def lacks_tokens(carry):
             return ((carry[0].read_so_far <= pending) & (eligible > 0)).any()
 
         shape, _ = jax.eval_shape(step, pending[:, None], pending[:, None], self.own.cache)
-        own, logits = jax.lax.while_loop(behind, block, (self.own, jnp.zeros(shape.shape[::2], shape.dtype)))
+        own, logits = jax.lax.while_loop(lacks_tokens, block, (self.own, jnp.zeros(shape.shape[::2], shape.dtype)))
         return logits, own
 
 
@@ -70,8 +70,12 @@ class SmallModelState:
 class SmallModelDraft(ModelDraft):
     """Single-token steps of a model over a cache of its own.
 
-    `commit` keeps what the cache holds of a round's drafts as far as they were emitted, whoever proposed those. sinks, window: the tokens
-    that it reads; a window of 0 is the whole text. vocab_size: the target's, where the model's own is padded differently.
+    `commit` keeps the part of a round's drafts in the cache that was emitted, whichever draft proposed it.
+
+    Attributes:
+        step: the model, which reads all of its cache.
+        sinks, window: how many first and most recent tokens it reads; a window of 0 is the whole text.
+        vocab_size: the target's, if the model's own is padded differently.
     """
 
     step: ViewedModel
@@ -83,25 +87,25 @@ class SmallModelDraft(ModelDraft):
     first_pass = BLOCK
 
     @property
-    def max_length(self):
+    def max_length(self) -> int | None:
         return None if self.window else self.step.model.config.max_length
 
-    def reads(self, layer, quantized, buffered, group_size):
+    def reads(self, layer: int, quantized: int, buffered: int, group_size: int) -> Reads:
         tokens = quantized + buffered
         return Reads(0, 0, min(tokens, self.sinks + self.window + 1) if self.window else tokens)
 
-    def holds(self, layer, prompt, capacity, gamma):
+    def holds(self, layer: int, prompt: int, capacity: int, gamma: int) -> Reads:
         held = self.sinks + self.window + tokens_of_sinks(self.sinks) if self.window else capacity
         return Reads(0, 0, held + max(gamma, BLOCK) + 1)
 
-    def reads_of_prompt(self, prompt):
+    def reads_of_prompt(self, prompt: int) -> int:
         return min(prompt, self.sinks + self.window) if self.window else prompt
 
-    def made_for(self):
+    def made_for(self) -> tuple[tuple[str, int], ...]:
         return (("vocab_size", self.step.model.config.vocab_size if self.vocab_size is None else self.vocab_size),)
 
     def in_own_vocabulary(self, tokens: Int[Array, "B T"]) -> Int[Array, "B T"]:
-        """The tokens, with the model's last in place of those that it does not have."""
+        """The tokens, those that the model does not have replaced by its last one."""
         return tokens if self.vocab_size is None else jnp.minimum(tokens, self.step.model.config.vocab_size - 1)
 
     def in_targets_vocabulary(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: AppendedCache):
@@ -112,7 +116,7 @@ class SmallModelDraft(ModelDraft):
             logits = jnp.pad(logits[..., : self.vocab_size], ((0, 0), (0, 0), (0, more)), constant_values=-jnp.inf)
         return logits, cache
 
-    def begin(self, prompt):
+    def begin(self, prompt: Prompt) -> SmallModelState:
         model, appended = self.step.model, max(prompt.gamma, BLOCK)
         prompt = dataclasses.replace(prompt, tokens=self.in_own_vocabulary(prompt.tokens))
         if self.window:
@@ -121,18 +125,18 @@ class SmallModelDraft(ModelDraft):
             own = WholeText.begin(model, prompt, appended)
         return SmallModelState(History.begin(prompt), own, jnp.zeros_like(prompt.n))
 
-    def propose(self, state, cache, round):
-        state = dataclasses.replace(state, history=state.history.written(0, round.pending[:, None]))
-        logits, own = state.caught_up(self.in_targets_vocabulary, self.step.model, round.eligible)
+    def propose(self, state: SmallModelState, cache: Cache, current: Round) -> tuple[Proposal, SmallModelState, Cache]:
+        state = dataclasses.replace(state, history=state.history.written(0, current.pending[:, None]))
+        logits, own = state.caught_up(self.in_targets_vocabulary, self.step.model, current.eligible)
         skipped = (own.read_so_far - own.position)[:, None]
         step = lambda tokens, positions, cache: self.in_targets_vocabulary(tokens, positions - skipped, cache)
-        proposal, fed = propose_by_steps(step, own.cache, round, first=logits)
+        proposal, fed = propose_by_steps(step, own.cache, current, first=logits)
         own = dataclasses.replace(own, cache=fed)
         # The last draft was not fed.
         state = SmallModelState(state.history.written(1, proposal.tokens), own, jnp.maximum(proposal.eligible - 1, 0))
         return proposal, state, cache
 
-    def commit(self, state, result, cache):
+    def commit(self, state: SmallModelState, result: RoundResult, cache: Cache) -> SmallModelState:
         gamma = result.tokens.shape[1] - 1
         same = state.history.read(state.history.n + 1, gamma) == result.tokens[:, :gamma]
         right = jnp.cumprod(same, 1, dtype=state.fed.dtype).sum(1, dtype=state.fed.dtype)
@@ -144,29 +148,18 @@ class SmallModelDraft(ModelDraft):
 
 @dataclasses.dataclass(frozen=True)
 class SmallModelSettings:
-    """The settings of the draft.
+    """A window is numbered without a gap, so that the text may be longer than the model takes."""
 
-    model: its checkpoint directory, in Hugging Face format or converted, or ORG/NAME on the Hub; it has the target's vocabulary, but for
-    what pads it, and is loaded in the target's dtype. reads: "text", all of it, or "window", the first `sinks` tokens and the last `window`
-    ones, numbered without a gap, so that the text may be longer than the model takes. weight_bits: 16 for its weights as they are, or 4.
-    """
-
-    model: str = ""
-    reads: str = "text"
-    sinks: int = 16
-    window: int = 1008
-    weight_bits: int = 16
+    model: str = setting("", "The checkpoint: a directory, in Hugging Face format or converted, or ORG/NAME on the Hub.")
+    reads: str = setting("text", "Whether the model reads the whole text, or its first tokens and its most recent ones.", choices=READS)
+    sinks: int = setting(16, "How many of the first tokens are read, with reads=window.", minimum=0)
+    window: int = setting(1008, "How many of the most recent tokens are read, with reads=window.", minimum=1)
+    weight_bits: int = setting(16, "Bits of the model's weights: INT4, or as they are.", choices=(4, 16))
 
     def __post_init__(self):
         if not self.model:
             raise InputError("the small-model draft needs a checkpoint: small-model:model=DIR")
-        check_weight_bits(self.weight_bits)
-        if self.reads not in READS:
-            raise InputError(f"draft reads {self.reads!r} should be {' or '.join(READS)}")
-        if self.sinks < 0:
-            raise InputError(f"draft sinks {self.sinks} should be at least 0")
-        if self.window < 1:
-            raise InputError(f"draft window {self.window} should be at least 1")
+        check_settings("draft", self)
         if self.reads == "text" and (self.sinks, self.window) != (SmallModelSettings.sinks, SmallModelSettings.window):
             raise InputError("the settings sinks and window of the small-model draft are for reads=window")
 

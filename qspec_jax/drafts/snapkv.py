@@ -18,13 +18,28 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.formats.rounding import accumulation_dtype
 from qspec_jax.caches.compact import CompactCache
 from qspec_jax.drafts.compact import CompactDraft, CompactSettings, with_generated
-from qspec_jax.drafts.draft import Prompt
-from qspec_jax.errors import InputError
+from qspec_jax.drafts.draft import Prompt, Reads
 from qspec_jax.models.llama import Llama
+from qspec_jax.settings_text import setting
 
 QUERIES = 32  # last prompt tokens whose queries score the others; they are always kept
 NEIGHBOURS = 5  # over which scores are averaged
 CHUNK_TOKENS = 1024  # whose keys are scored at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class SnapKVSettings(CompactSettings):
+    """The budget is of chosen tokens of the prompt and its last ones together."""
+
+    generated: int = setting(1024, "How many of the generated tokens are read, the most recent ones.", minimum=1)
+
+    @property
+    def always(self) -> tuple[int, str]:
+        return QUERIES, "last tokens of a prompt"
+
+    def make(self, model: Llama, int4: Callable[[], Llama]) -> "SnapKVDraft":
+        """The draft of a model. Raises InputError as `parts` does."""
+        return SnapKVDraft(**self.parts(model, int4))
 
 
 @jax.tree_util.register_dataclass
@@ -32,17 +47,16 @@ CHUNK_TOKENS = 1024  # whose keys are scored at a time
 class SnapKVDraft(CompactDraft):
     """Steps over chosen tokens of the prompt and what was generated since. Its state is their cache, whose ring has the generated tokens.
 
-    Keys keep their positions. generated: the ring's size; of more generated tokens the oldest leave, and are then in nobody's view.
-    See `CompactDraft` for the others.
+    Keys keep their positions. Of more than `generated` generated tokens the oldest leave.
     """
 
-    generated: int = dataclasses.field(metadata={"static": True})
+    settings: SnapKVSettings = dataclasses.field(metadata={"static": True})
 
     prompt_queries = QUERIES
 
-    def begin(self, prompt):
+    def begin(self, prompt: Prompt) -> CompactCache:
         budget, most = self.budgets(prompt)
-        ring = max(1, min(self.generated, prompt.capacity - prompt.tokens.shape[1]))
+        ring = max(1, min(self.settings.generated, prompt.capacity - prompt.tokens.shape[1]))
         kept = jnp.minimum(prompt.n, budget)
         layers = []
         for i in range(len(prompt.cache.layers)):
@@ -50,18 +64,19 @@ class SnapKVDraft(CompactDraft):
             on_device, layers = prompt.cache.with_layer_on_device(i, after=layers)
             scores = model.sum_of_copies(prompt_scores(dataclasses.replace(prompt, cache=on_device), i, model.config.num_kv_heads))
             positions = kept_positions(scores, prompt.n, kept, min(most, prompt.tokens.shape[1]))
-            layers.append(CompactCache.make_layer(*on_device.tokens(i, positions), kind=self.kind, appended=prompt.gamma, room=ring))
+            kind = self.settings.cache
+            layers.append(CompactCache.make_layer(*on_device.tokens(i, positions), kind=kind, appended=prompt.gamma, room=ring))
         return CompactCache.of(layers, kept=kept, ring=jnp.full_like(kept, ring), taken=kept)
 
-    def reads(self, layer, quantized, buffered, group_size):
-        """See `ModelDraft.reads`. The ring is counted as full, as it is once so many tokens are generated: what the cache then holds is
-        also what it has memory for. Before that a step reads less."""
-        return with_generated(super().reads(layer, quantized, buffered, group_size), self.generated, quantized + buffered)
+    def reads(self, layer: int, quantized: int, buffered: int, group_size: int) -> Reads:
+        """See `ModelDraft.reads`. The ring is counted as full, as it is after `generated` new tokens, when the cache's memory is used up.
+        Before that a step reads less."""
+        return with_generated(super().reads(layer, quantized, buffered, group_size), self.settings.generated, quantized + buffered)
 
 
 def prompt_scores(prompt: Prompt, layer: int, kv_heads: int) -> Float[Array, "B K S"]:
     """How much the last Q tokens of each prompt attended to each token before them, averaged over neighbours; 0 for those tokens themselves
-    and behind the prompt."""
+    and after the prompt."""
     (B, Q, N, H), K = prompt.queries[layer].shape, kv_heads
     S, wide = prompt.tokens.shape[1], accumulation_dtype(prompt.queries[layer].dtype)
     chunk = min(CHUNK_TOKENS, S)
@@ -96,27 +111,3 @@ def kept_positions(
     rank = jnp.where(position >= n - last, jnp.inf, scores)
     _, chosen = lax.top_k(jnp.where(position < n, rank, -jnp.inf), most)
     return jnp.sort(jnp.where(jnp.arange(most) < count[:, None, None], chosen, scores.shape[2]), -1)
-
-
-@dataclasses.dataclass(frozen=True)
-class SnapKVSettings(CompactSettings):
-    """The settings of the draft.
-
-    budget: chosen tokens of the prompt and its last 32 together; for the other shared ones see `CompactSettings`. generated: of the
-    generated tokens the most recent so many are read.
-    """
-
-    generated: int = 1024
-
-    @property
-    def always(self):
-        return QUERIES, "last tokens of a prompt"
-
-    def __post_init__(self):
-        if self.generated < 1:
-            raise InputError(f"draft generated {self.generated} should be at least 1")
-        super().__post_init__()
-
-    def make(self, model: Llama, int4: Callable[[], Llama]) -> SnapKVDraft:
-        """The draft of a model. int4: makes the model's INT4 weights."""
-        return SnapKVDraft(**self.shared(model, int4), generated=self.generated)

@@ -17,30 +17,34 @@ ITEM_BYTES = 2
 
 
 def step_bytes(
-    draft: Draft, cache: CacheConfig, tokens: int, *, batch: int = 1, most_item_bytes: int = 8, on_device: bool = False
+    draft: Draft, cache: CacheConfig, tokens: int, *, batch: int = 1, max_item_bytes: int = 8, on_device: bool = False
 ) -> int | None:
-    """The bytes that a draft's step must read: its weights, and what it reads of keys and values, where the target's cache would hold so
-    many tokens in each row with the one that it appends. None for a draft that is no `ModelDraft` (prompt-lookup, combine).
+    """The bytes that a draft's step must read: its weights, and keys and values. None for a draft that is no `ModelDraft`.
 
-    cache: the target's. batch: rows, which share the weights. most_item_bytes, on_device: see `bytes_of`.
+    Args:
+        draft: the draft.
+        cache: the target's.
+        tokens: that the target's cache would hold in each row, the one that the step appends included.
+        batch: rows, which share the weights.
+        max_item_bytes, on_device: see `bytes_of`.
     """
     if not isinstance(draft, ModelDraft):
         return None
     model = draft.step.model
-    of_weights = weight_bytes(model, skipped=skipped_by(draft), most_item_bytes=most_item_bytes, on_device=on_device)
+    of_weights = weight_bytes(model, skipped=skipped_by(draft), max_item_bytes=max_item_bytes, on_device=on_device)
     of_cache = batch * sum(bytes_of_tokens(reads, **_shape(draft, cache)) for reads in reads_of_step(draft, cache, tokens))
     return of_weights + of_cache // (devices_of(model) if on_device else 1)
 
 
 def devices_of(model: Llama) -> int:
-    """Over how many devices a model is divided."""
+    """The number of devices that a model is divided over."""
     mesh = None if model.axis is None else mesh_of(model.weights())
     return 1 if mesh is None else mesh.size
 
 
 def cache_share(draft: Draft, cache: CacheConfig, tokens: int) -> float | None:
-    """What a draft's step reads of keys and values, as a share of the bytes of its model's whole upper plane and buffer, where the target's
-    cache would hold so many tokens with the one that it appends. None for a draft that is no `ModelDraft`."""
+    """The bytes of keys and values that a draft's step reads, as a share of those of its model's whole upper plane and buffer. Arguments as
+    of `step_bytes`. None for a draft that is no `ModelDraft`."""
     if not isinstance(draft, ModelDraft):
         return None
     shape = _shape(draft, cache)
@@ -51,7 +55,7 @@ def cache_share(draft: Draft, cache: CacheConfig, tokens: int) -> float | None:
 
 
 def raised_groups(draft: Draft, cache: CacheConfig, tokens: int) -> int | None:
-    """`ModelDraft.raised_to` at so many tokens; None for a draft that is no `ModelDraft`."""
+    """`ModelDraft.raised_to` for a row of `tokens` tokens; None for a draft that is no `ModelDraft`."""
     if not isinstance(draft, ModelDraft):
         return None
     head_dim = draft.step.model.config.head_dim
@@ -84,37 +88,39 @@ def skipped_by(draft: Draft) -> Skipped:
     return getattr(draft, "skipped", NO_LAYERS)
 
 
-def weight_bytes(model: Llama, *, skipped: Skipped = NO_LAYERS, most_item_bytes: int = 8, on_device: bool = False) -> int:
+def weight_bytes(model: Llama, *, skipped: Skipped = NO_LAYERS, max_item_bytes: int = 8, on_device: bool = False) -> int:
     """Bytes of the weights that a step reads: all but what is skipped, and but an embedding that is not also the head, of which it reads a
     row for each token. `planning.operations.step_weight_bytes` counts the same from a model's shape alone.
 
-    most_item_bytes, on_device: see `bytes_of`.
+    max_item_bytes, on_device: see `bytes_of`.
     """
     weights = dict(model.weights())
     for path in skipped.weights(weights):
         weights.pop(path)
     if model.head is not None:
         weights.pop("embedding")
-    return bytes_of(weights, most_item_bytes=most_item_bytes, on_device=on_device)
+    return bytes_of(weights, max_item_bytes=max_item_bytes, on_device=on_device)
 
 
-def bytes_of(tree, *, most_item_bytes: int = 8, on_device: bool = False) -> int:
+def bytes_of(tree, *, max_item_bytes: int = 8, on_device: bool = False) -> int:
     """Bytes of the arrays, or shapes, in a tree, each counted once.
 
-    most_item_bytes: what an array element counts at most, 2 to count float32 as if it were bfloat16. on_device: count what each device has:
-    of arrays that are divided over a mesh its part, and of those in host memory nothing.
+    Args:
+        tree: a pytree.
+        max_item_bytes: the maximum size of an array element: 2 counts float32 as if it were bfloat16.
+        on_device: whether to count what each device has: its part of arrays that are divided over a mesh, and no array in host memory.
     """
     arrays = {id(leaf): leaf for leaf in jax.tree.leaves(tree) if not (on_device and in_host(leaf))}.values()
     divided = lambda leaf: on_device and getattr(leaf, "sharding", None) is not None
     held = lambda leaf: leaf.sharding.shard_shape(leaf.shape) if divided(leaf) else leaf.shape
-    return sum(math.prod(held(leaf)) * min(leaf.dtype.itemsize, most_item_bytes) for leaf in arrays)
+    return sum(math.prod(held(leaf)) * min(leaf.dtype.itemsize, max_item_bytes) for leaf in arrays)
 
 
 def bytes_in_loop(draft: Draft | None) -> int:
-    """Bytes of the arrays that `Draft.in_loop` makes anew, such as the INT8 head. The draft itself stays.
+    """Bytes of the arrays that `Draft.in_loop` makes, such as the INT8 head, besides those of the draft.
 
-    They are told by their shapes and dtypes, for that is all that is known of what is not made yet; where the model is divided, each
-    counts as if it were whole on every device.
+    They are recognized by their shapes and dtypes, since they are not made yet. If the model is divided, each counts as if it were whole on
+    every device.
     """
     count = lambda draft: Counter((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(draft))
     made = count(jax.eval_shape(lambda draft: draft and draft.in_loop(), draft)) - count(draft)

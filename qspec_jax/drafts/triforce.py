@@ -10,7 +10,7 @@ Source: TriForce (arXiv 2404.11912), sections 4.2 and 4.3, algorithm 1. Its gamm
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,26 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention.support import MAX_TOKENS
-from qspec_jax.caches.cache import AppendedCache, Gives, longer
-from qspec_jax.drafts.draft import Draft, DraftSettings, Proposal, RoundResult, StepwiseDraft, checkpoints_of, needs_of
+from pallas_kernels.formats.views import HeldKeys, View
+from qspec_jax.caches.cache import AppendedCache, Cache, Gives, longer
+from qspec_jax.drafts.draft import (
+    Draft,
+    DraftSettings,
+    Prompt,
+    Proposal,
+    Round,
+    RoundResult,
+    State,
+    StepwiseDraft,
+    checkpoints_of,
+    needs_of,
+)
 from qspec_jax.drafts.retrieval import RetrievalSettings
 from qspec_jax.drafts.small_model import SmallModelSettings
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
-from qspec_jax.settings_text import setting
+from qspec_jax.models.skipping import Skipped
+from qspec_jax.settings_text import check_settings, setting
 
 
 @jax.tree_util.register_dataclass
@@ -41,66 +54,66 @@ class TriForceDraft(Draft):
     verifies = True
 
     @property
-    def needs(self):
+    def needs(self) -> frozenset[Gives]:
         return self.middle.needs  # the small model needs nothing of the target's cache
 
     @property
-    def observes(self):
+    def observes(self) -> bool:
         return self.middle.observes
 
     @property
-    def prompt_queries(self):
+    def prompt_queries(self) -> int:
         return self.middle.prompt_queries
 
     @property
-    def extra_rows(self):
+    def extra_rows(self) -> int:
         # None for its own blocks: see `at_once`.
         return self.middle.extra_rows
 
     @property
-    def max_length(self):
+    def max_length(self) -> int | None:
         return min((draft.max_length for draft in (self.small, self.middle) if draft.max_length is not None), default=None)
 
     def at_once(self, gamma: int) -> int:
         """How many tokens the small model drafts at a time in rounds of gamma.
 
         One of a round's drafts at least is the middle's own token, so it never needs more than gamma - 1. A round's drafts end before row
-        2G of the target's buffer, or before its capacity, and behind these it has gamma + 1 rows. So a block of the middle has room there,
+        2G of the target's buffer, or before its capacity, and after these it has gamma + 1 rows. So a block of the middle has room there,
         of at most gamma tokens (2 with gamma 1), wherever it begins. A cache of the middle's own has no such end: see `begin`.
         """
         return max(1, min(self.gamma1, gamma - 1))
 
-    def with_choice(self, choose):
+    def with_choice(self, choose: Callable[[Draft], Skipped]) -> Self:
         return dataclasses.replace(self, small=self.small.with_choice(choose), middle=self.middle.with_choice(choose))
 
-    def chosen(self):
+    def chosen(self) -> tuple[str, ...]:
         return self.small.chosen() + self.middle.chosen()
 
-    def in_prefill(self):
+    def in_prefill(self) -> Self:
         return dataclasses.replace(self, small=self.small.in_prefill(), middle=self.middle.in_prefill())
 
-    def in_loop(self):
+    def in_loop(self) -> Self:
         return dataclasses.replace(self, small=self.small.in_loop(), middle=self.middle.in_loop())
 
-    def made_for(self):
+    def made_for(self) -> tuple[tuple[str, int], ...]:
         return self.small.made_for() + self.middle.made_for()
 
-    def begin(self, prompt):
-        # A block that begins with the round's last draft, or behind it in a row that waits for others, is longer than the round.
+    def begin(self, prompt: Prompt) -> State:
+        # A block that begins with the round's last draft, or after it in a row that waits for others, extends beyond the round.
         prompt = dataclasses.replace(prompt, gamma=prompt.gamma + self.gamma1)
         return self.small.begin(dataclasses.replace(prompt, queries=())), self.middle.begin(prompt)
 
-    def propose(self, state, cache, round):
+    def propose(self, state: State, cache: Cache, current: Round) -> tuple[Proposal, State, Cache]:
         # What the middle reads is settled once a round, so that all distributions of the round are of one and the same model.
         model, stepped = self.middle.step_in_round(state[1], cache), self.middle.cache_of_steps(state[1], cache)
-        level, before, gamma1 = round.below(), stepped.lengths, self.at_once(round.gamma)
+        level, before, gamma1 = current.below(), stepped.lengths, self.at_once(current.gamma)
         width = gamma1 + 1
         put = jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, 0))
 
         def small_drafts(small, tokens, done):
             """What the small model drafts after the first done[b] tokens of the round. The middle adds a token of its own."""
             here = level.advanced(tokens, done)
-            wanted = jnp.clip(round.eligible - done - 1, 0, gamma1)
+            wanted = jnp.clip(current.eligible - done - 1, 0, gamma1)
             proposal, small, _ = self.small.propose(small, cache, here.limited(wanted, gamma1))
             # It may propose fewer than are wanted, but never more: one place is the middle's own token's.
             return small, dataclasses.replace(proposal, eligible=jnp.minimum(proposal.eligible, wanted))
@@ -112,7 +125,7 @@ class TriForceDraft(Draft):
             logits, stepped = model(block, here.position[:, None] + jnp.arange(width), stepped)
             accepted, own_token = here.verify(logits, drafts)
             new = jnp.where(jnp.arange(width) < accepted[:, None], jnp.roll(block, -1, 1), own_token[:, None])
-            came = jnp.where(done < round.eligible, accepted + 1, 0)
+            came = jnp.where(done < current.eligible, accepted + 1, 0)
             drafted, taken = jnp.where(came > 0, drafts.eligible, 0), jnp.minimum(accepted, came)
             small = self.small.commit(small, RoundResult(new, came, drafted, taken, jnp.zeros_like(came)), cache)
             tokens = put(tokens, new, done)
@@ -121,27 +134,27 @@ class TriForceDraft(Draft):
             small, drafts = small_drafts(small, tokens, done)
             return done, tokens, distributions, stepped.rollback(longer(before, done)), small, drafts
 
-        tokens, distributions = self._empty(model, stepped, round)
-        done = jnp.zeros_like(round.eligible)
+        tokens, distributions = self._empty(model, stepped, current)
+        done = jnp.zeros_like(current.eligible)
         first, drafts = small_drafts(state[0], tokens, done)
         carry = done, tokens, distributions, stepped, first, drafts
-        _, tokens, distributions, stepped, *_ = lax.while_loop(lambda carry: (carry[0] < round.eligible).any(), inner_round, carry)
-        middle, cache = self.middle.after_steps(state[1], cache, stepped.rollback(before), round.eligible > 0)
-        # Of the small model the state after its first drafts is kept, for later ones rest on tokens that the target may reject. `commit`
-        # compares these drafts with what was emitted, and the model reads the rest again in the next round.
-        return Proposal(tokens[:, : round.gamma], distributions[:, : round.gamma], round.eligible), (first, middle), cache
+        _, tokens, distributions, stepped, *_ = lax.while_loop(lambda carry: (carry[0] < current.eligible).any(), inner_round, carry)
+        middle, cache = self.middle.after_steps(state[1], cache, stepped.rollback(before), current.eligible > 0)
+        # The small model's state after its first drafts is kept, since later ones follow tokens that the target may reject. `commit`
+        # compares these drafts with the emitted tokens, and the model reads the others again in the next round.
+        return Proposal(tokens[:, : current.gamma], distributions[:, : current.gamma], current.eligible), (first, middle), cache
 
-    def _empty(self, model: Callable, stepped: AppendedCache, round: Any) -> tuple[Int[Array, "B M"], Float[Array, "B M W"]]:
+    def _empty(self, model: Callable, stepped: AppendedCache, current: Round) -> tuple[Int[Array, "B M"], Float[Array, "B M W"]]:
         """Room for the round's tokens, for those that the small model drafts beyond them, and for their distributions."""
-        none = jnp.zeros((round.pending.shape[0], round.gamma + self.gamma1 + 1), jnp.int32)
+        none = jnp.zeros((current.pending.shape[0], current.gamma + self.gamma1 + 1), jnp.int32)
         logits, _ = jax.eval_shape(model, none[:, :1], none[:, :1], stepped)
-        kind = jax.eval_shape(round.distributions, logits, none[:, :0])
+        kind = jax.eval_shape(current.distributions, logits, none[:, :0])
         return none, jnp.zeros((*none.shape, kind.shape[2]), kind.dtype)
 
-    def commit(self, state, result, cache):
+    def commit(self, state: State, result: RoundResult, cache: Cache) -> State:
         return self.small.commit(state[0], result, cache), self.middle.commit(state[1], result, cache)
 
-    def read_in_round(self, state, cache):
+    def read_in_round(self, state: State, cache: Cache) -> tuple[View | HeldKeys, ...] | None:
         return self.middle.read_in_round(state[1], cache)
 
 
@@ -150,27 +163,25 @@ RETRIEVAL = RetrievalSettings()
 
 @dataclasses.dataclass(frozen=True)
 class TriForceSettings:
-    """The settings of the draft.
+    """The small model reads the first tokens and the most recent ones, see `SmallModelSettings`. The middle is any draft that only makes
+    steps of a model (`StepwiseDraft`): retrieval, streaming-llm, snapkv, sparse, quantspec, ..."""
 
-    model: the small model's checkpoint, see `SmallModelSettings`. sinks, window: it reads the first so many tokens and the last so many.
-    gamma1: how many tokens it drafts at a time; a round's gamma - 1 where that is less. middle: the draft whose steps verify them, by its
-    text; any that only makes steps of a model (`StepwiseDraft`): retrieval, streaming-llm, snapkv, sparse, quantspec, ...
-    """
-
-    model: str = ""
-    gamma1: int = 2
-    middle: DraftSettings = setting(
-        RETRIEVAL, "The draft whose steps verify what the small model drafts.", example="middle=(retrieval:budget=8192,chunk=4)"
+    model: str = setting("", "The small model's checkpoint: a directory, or ORG/NAME on the Hub.")
+    gamma1: int = setting(
+        2, "How many tokens the small model drafts at a time, if a round's gamma is larger.", minimum=1, maximum=MAX_TOKENS - 1
     )
-    sinks: int = 16
-    window: int = 240
+    middle: DraftSettings = setting(
+        RETRIEVAL,
+        "The draft whose steps verify what the small model drafts, retrieval by default.",
+        example="middle=(retrieval:budget=8192,chunk=4)",
+    )
+    sinks: int = setting(16, "How many of the first tokens the small model reads.", minimum=0)
+    window: int = setting(240, "How many of the most recent tokens the small model reads.", minimum=1)
 
     def __post_init__(self):
         if not self.model:
             raise InputError("the triforce draft needs a small model: triforce:model=DIR")
-        if not 1 <= self.gamma1 < MAX_TOKENS:
-            raise InputError(f"draft gamma1 {self.gamma1} should be from 1 to {MAX_TOKENS - 1}, what the kernels verify at once")
-        self.small  # noqa: B018  raises InputError for sinks or a window out of range
+        check_settings("draft", self)
 
     @property
     def small(self) -> SmallModelSettings:

@@ -399,7 +399,7 @@ def table(report: AcceptanceReport) -> Table:
             raised.setdefault((row["context"], row["raised_groups"]), []).append(row["draft"])
     for (context, groups), found in raised.items():
         few = ", ".join(dict.fromkeys(found))
-        grid.caption += f"\nAt {context:,} tokens these read {groups} groups (least_groups), more than their budgets ask for: {few}."
+        grid.caption += f"\nAt {context:,} tokens these read {groups} groups (min_groups), more than their budgets ask for: {few}."
     return grid
 
 

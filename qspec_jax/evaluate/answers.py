@@ -9,7 +9,7 @@ import jax
 from tqdm import tqdm
 
 from qspec_jax.decoding.batch import run_batch
-from qspec_jax.decoding.config import AUTOREGRESSIVE, SPECACHE, GenerationConfig, fitting
+from qspec_jax.decoding.config import AUTOREGRESSIVE, GenerationConfig, fitting
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.results import Result
 from qspec_jax.drafts.draft import Draft
@@ -42,14 +42,15 @@ METHODS = (Method(AUTOREGRESSIVE, "full"), Method("quantspec", "int8"))
 def methods_of(drafts: Sequence[str], caches: Sequence[str]) -> tuple[Method, ...]:
     """Each of the drafts over each of the caches, which may have settings; `METHODS` without any.
 
-    Without drafts each cache decodes one token at a time, SpeCache's with its guess; without caches each draft has the cache that is its
+    Without drafts each cache decodes one token at a time; without caches each draft has the cache that is its
     own. A draft and a cache that do not go together are left out, and this is logged. Raises InputError for an unknown draft, cache or
     setting, for a cache in host memory, and where no draft goes with any of the caches.
     """
     if not drafts and not caches:
         return METHODS
-    alone = [SPECACHE if cache_view(cache, upper=False).guesses else NONE for cache in caches]
-    pairs = itertools.product(drafts, caches or [None]) if drafts else zip(alone, caches)
+    for cache in caches:
+        cache_view(cache, upper=False)  # which may be refused
+    pairs = itertools.product(drafts or [NONE], caches or [None])
     return tuple(dict.fromkeys(map(Method.of, fitting(pairs))))
 
 

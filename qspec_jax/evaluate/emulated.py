@@ -149,6 +149,8 @@ class EmulatedConfig:
     group_size: int | None = None
     in_host_memory: ClassVar[bool] = False
     streams: ClassVar[bool] = False
+    takes_drafts: ClassVar[bool] = True
+    guesses: ClassVar[bool] = False
 
     def check_division(self, model: Llama) -> None:
         """Every KV head is quantized by itself, so any division will do."""

@@ -40,7 +40,7 @@ from qspec_jax.checkpoints.generation_defaults import SAMPLING, StoredDefaults, 
 from qspec_jax.checkpoints.loading import config_and_dtype, load_model
 from qspec_jax.checkpoints.tokenizers import load_tokenizer, special_tokens
 from qspec_jax.decoding.batch import run_batch
-from qspec_jax.decoding.config import GAMMA, SPECACHE, GenerationConfig
+from qspec_jax.decoding.config import GAMMA, GenerationConfig
 from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.requests import Request
 from qspec_jax.drafts import make_draft
@@ -111,9 +111,9 @@ class QspecLM(TemplateLM):
         self.chat_template_args, self.seed, self.progress = chat_template_args or {}, seed, progress
         self.config = GenerationConfig(
             max_new_tokens=max_gen_toks,
-            draft="none" if cache == UPPER else SPECACHE if reading.guesses else draft,
+            draft="none" if cache == UPPER or reading.one_by_one else draft,
             cache="int8" if cache == UPPER else cache,
-            num_speculative_tokens=1 if reading.guesses else gamma,
+            num_speculative_tokens=gamma,
         )
         for checkpoint in checkpoints_of(parse_draft(self.config.draft)) if self.config.speculative else ():
             config_and_dtype(checkpoint)  # which may be refused, before hours of work

@@ -28,7 +28,7 @@ from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.prefill import prefill
 from qspec_jax.caches.registry import CACHES, CacheChoice, CacheConfig
 from qspec_jax.decoding.compiled import Compiled
-from qspec_jax.decoding.config import SPECACHE, GenerationConfig
+from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.requests import check_length, checked_prompts
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.stream import check_lengths
@@ -53,13 +53,13 @@ class CacheView:
 
     @property
     def guesses(self) -> bool:
-        """Whether every pass is also fed the model's guess, see `SpeCacheSettings.guesses`."""
-        return self.one_by_one and self.cache.settings.guesses
+        """Whether each pass also reads the model's guess at the next token, see `CacheConfig.guesses`."""
+        return self.cache.guesses
 
     @property
     def one_by_one(self) -> bool:
         """Whether what a token reads depends on which others are in its pass, so that each has to have one of its own."""
-        return isinstance(self.cache, CacheConfig) and self.cache.kind == SPECACHE
+        return not self.cache.takes_drafts
 
 
 @jax.tree_util.register_dataclass
