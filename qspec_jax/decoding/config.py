@@ -57,7 +57,7 @@ class GenerationConfig:
         top_k: sample from this number of most likely tokens; 0 disables it.
         top_p: sample from the most likely tokens with this total probability; 1 disables it.
         min_p: sample from tokens with at least this share of the top token's probability; 0 disables it.
-        repetition_penalty: divides or multiplies the logits of tokens seen before (`qspec_jax.decoding.processors`); 1 disables it.
+        repetition_penalty: divides or multiplies the logits of tokens seen before (`qspec_jax.decoding.logits_processors`); 1 disables it.
         min_new_tokens: the number of new tokens before which no EOS is generated.
         logit_bias: numbers added to logits, by token id.
         banned_token_ids: token ids that are never generated.

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from qspec_jax.checkpoints.vocabulary import padding_from
 from qspec_jax.decoding.compiled import rounded_up
 from qspec_jax.decoding.config import GenerationConfig, beside_draft
-from qspec_jax.decoding.processors import Processors, make_processors
+from qspec_jax.decoding.logits_processors import Processors, make_processors
 from qspec_jax.models.llama import Llama
 
 # Cost of a draft step relative to verification, if not given or stored; 0.31 to 0.39 on an H100 (docs/measurements/2026-11.md).

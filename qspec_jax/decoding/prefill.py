@@ -18,7 +18,7 @@ from qspec_jax.caches.prefill import embedded, last_logits, prefill, through_lay
 from qspec_jax.caches.registry import CacheChoice
 from qspec_jax.decoding.compiled import Call, Compiled
 from qspec_jax.decoding.limits import Limits
-from qspec_jax.decoding.processors import seen_in, seen_since
+from qspec_jax.decoding.logits_processors import seen_in, seen_since
 from qspec_jax.decoding.round import begin
 from qspec_jax.decoding.sampling import TARGET, Sampler
 from qspec_jax.decoding.state import DecodeState, Logprobs, start

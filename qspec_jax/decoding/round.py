@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from pallas_kernels.formats.kv_cache import Lengths
 from qspec_jax.caches.cache import Cache, where_rows
 from qspec_jax.caches.schedule import eligible_drafts
-from qspec_jax.decoding.processors import seen_since
+from qspec_jax.decoding.logits_processors import seen_since
 from qspec_jax.decoding.sampling import DRAFT, Sampler
 from qspec_jax.decoding.state import RUNNING, DecodeState, Limits, Logprobs, status_after
 from qspec_jax.drafts.draft import Draft, Prompt, Proposal, RoundResult
