@@ -24,7 +24,7 @@ from qspec_jax.decoding.limits import Limits
 from qspec_jax.decoding.prefill import CacheChoice, Prefill, Sizes
 from qspec_jax.decoding.programs import DECODE, FORK, REPEAT, REPLACE, WINDOW
 from qspec_jax.decoding.sampling import Sampler
-from qspec_jax.decoding.state import UNLIMITED, Counts, DecodeState, Logprobs, freed, stopped
+from qspec_jax.decoding.state import UNLIMITED, Counts, DecodeState, Logprobs
 from qspec_jax.drafts.draft import Draft, check_made_for
 from qspec_jax.drafts.guess import NextTokenGuess
 from qspec_jax.errors import InputError
@@ -286,14 +286,6 @@ class Engine:
         _check_unused(state)
         self._unseen = max(self._unseen, 1)  # their first tokens
         return self._run(Call(REPLACE, (state, rows, jnp.array(slots), table), variant=len(slots)))
-
-    def stop(self, state: DecodeState, rows: Sequence[bool]) -> DecodeState:
-        """The state in which these rows have ended."""
-        return stopped(state, jnp.asarray(rows))
-
-    def free(self, state: DecodeState, rows: Sequence[bool]) -> DecodeState:
-        """The state in which these rows have ended, and cost rounds of the others next to nothing."""
-        return freed(state, jnp.asarray(rows))
 
     def poll(self, state: DecodeState, seen: Sequence[int]) -> NewTokens:
         """Fetches the new tokens of each row after the first seen[b], and nothing else.

@@ -17,7 +17,7 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.prepare import Prepared, prepare
 from qspec_jax.decoding.sampling import Sampler, make_sampler
-from qspec_jax.decoding.state import DecodeState, Logprobs
+from qspec_jax.decoding.state import DecodeState, Logprobs, stopped
 from qspec_jax.decoding.text import RowText
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
@@ -302,7 +302,7 @@ class _Run:
             if all(ended):
                 return
             if any(row.config.stop for row in self.rows):
-                state = self.engine.stop(state, ended)
+                state = stopped(state, jnp.asarray(ended))
             began = time.perf_counter()
             with jax.profiler.TraceAnnotation("rounds"):
                 state = jax.block_until_ready(self.engine.rounds(state, self.sampler, self.limits, self.rounds_per_update))

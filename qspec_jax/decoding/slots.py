@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -18,7 +19,7 @@ from qspec_jax.decoding.prefill_groups import PrefillGroups
 from qspec_jax.decoding.prepare import Prepared
 from qspec_jax.decoding.results import BatchStats, LapTimes, Result
 from qspec_jax.decoding.sampling import Sampler
-from qspec_jax.decoding.state import DecodeState
+from qspec_jax.decoding.state import DecodeState, freed
 from qspec_jax.decoding.waiting import Ahead, Queue
 from qspec_jax.drafts.step_bytes import bytes_of
 
@@ -266,7 +267,7 @@ class Slots:
         min_running = self._running - to_end + 1 if refills else 1
         empty = np.array([index is None for index in self.request_of])
         if (empty & ~self.freed).any():
-            self.state = self.engine.free(self.state, empty)
+            self.state = freed(self.state, jnp.asarray(empty))
         self.freed = empty
         self.engine.compile_rounds(self.state, sampler, limits)
         # The call takes milliseconds to reach the device, and on a GPU it returns when the rounds have ended: another thread notes when
