@@ -55,8 +55,8 @@ class MarkovDraft(Draft):
 
     step: Markov
 
-    def propose(self, state, cache, round):
-        proposal, cache = propose_by_steps(self.step, cache, round)
+    def propose(self, state, cache, current):
+        proposal, cache = propose_by_steps(self.step, cache, current)
         return proposal, state, cache
 
 

@@ -576,7 +576,9 @@ def test_lossy_caches(run, one_layer, caplog):
     assert code_of_drafts == 0 and drafting["draft"]["bytes"] == read(kivi)[0] < drafting["target"]["bytes"]
 
 
-@pytest.mark.parametrize("asked", [["--methods", "autoregressive"], ["--draft", "none", "--cache", "kivi"], ["--draft", "none", "--cache", "specache"]])
+@pytest.mark.parametrize(
+    "asked", [["--methods", "autoregressive"], ["--draft", "none", "--cache", "kivi"], ["--draft", "none", "--cache", "specache"]]
+)
 def test_few_new_tokens_are_enough_where_nothing_is_drafted(run, one_layer, monkeypatch, caplog, asked):
     """Nor is there anything to accept, of which the report could warn."""
     measured = lambda model, int4, cases, *_, **__: [decode_rows.DecodeRow("", 4096, case.gamma, "failed") for case in cases]

@@ -114,13 +114,13 @@ class Adversary(Draft):
     def begin(self, prompt):
         return jnp.full(prompt.tokens.shape[0], -1)
 
-    def propose(self, state, cache, round):
+    def propose(self, state, cache, current):
         def step(tokens, positions, cache):
             two = (jnp.arange(V) == state[:, None]) | (jnp.arange(V) == V - 1)
             table = jnp.where((state[:, None] < 0) | two, 0.0, -1e9)
             return table[:, None], cache.rollback(longer(cache.lengths, 1))
 
-        proposal, cache = propose_by_steps(step, cache, round)
+        proposal, cache = propose_by_steps(step, cache, current)
         return proposal, state, cache
 
     def commit(self, state, result, cache):
@@ -149,9 +149,9 @@ def test_more_drafts_than_a_round_allows_are_not_counted(model):
     @jax.tree_util.register_dataclass
     @dataclasses.dataclass(frozen=True)
     class Greedy(QuantSpecDraft):
-        def propose(self, state, cache, round):
-            proposal, state, cache = super().propose(state, cache, round)
-            return dataclasses.replace(proposal, eligible=jnp.full_like(proposal.eligible, round.gamma)), state, cache
+        def propose(self, state, cache, current):
+            proposal, state, cache = super().propose(state, cache, current)
+            return dataclasses.replace(proposal, eligible=jnp.full_like(proposal.eligible, current.gamma)), state, cache
 
     honest = quantspec(model, weight_bits=16, cache="int8")
     runs = [run_rounds(model, random_prompts([5, 30]), CONFIG, draft=draft) for draft in (honest, Greedy(honest.step))]
@@ -196,9 +196,7 @@ def test_more_of_the_cache_is_more_accepted(float64):
     assert few < all == dense
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in REGISTRY if name not in ("small-model", "prompt-lookup", "combine", "triforce")]
-)
+@pytest.mark.parametrize("name", [name for name in REGISTRY if name not in ("small-model", "prompt-lookup", "combine", "triforce")])
 def test_own_cache_says_whose_cache_the_steps_append_to(model, name):
     """A cache that only lies around the target's is the target's."""
     draft = make_draft(f"{name}:dense_layers=0,chunk=2" if name == "chunk-means" else name, model)
@@ -381,7 +379,9 @@ def test_drafts_that_choose_groups_need_the_int8_cache(model, text):
             random_prompts([9]),
             config=with_draft(dataclasses.replace(CONFIG, draft="quantspec", cache="full"), make_draft(text, model)),
         )
-    with pytest.raises(InputError, match=f"^draft {text} reads groups of the int8 cache: compatible caches are int8, and drafts for cache full"):
+    with pytest.raises(
+        InputError, match=f"^draft {text} reads groups of the int8 cache: compatible caches are int8, and drafts for cache full"
+    ):
         dataclasses.replace(CONFIG, draft=text, cache="full")
 
 
@@ -394,12 +394,12 @@ def test_drafts_that_keep_the_prompt_are_replaced_in_a_batch(model):
         def begin(self, prompt):
             return prompt.tokens, prompt.n
 
-        def propose(self, state, cache, round):
+        def propose(self, state, cache, current):
             tokens, n = state
-            same = (tokens == round.pending[:, None]) & (jnp.arange(tokens.shape[1]) < n[:, None] - 1)
-            at = jnp.where(same, jnp.arange(tokens.shape[1]), 0).max(1)[:, None] + jnp.arange(1, round.gamma + 1)
+            same = (tokens == current.pending[:, None]) & (jnp.arange(tokens.shape[1]) < n[:, None] - 1)
+            at = jnp.where(same, jnp.arange(tokens.shape[1]), 0).max(1)[:, None] + jnp.arange(1, current.gamma + 1)
             found = jnp.take_along_axis(tokens, jnp.minimum(at, tokens.shape[1] - 1), 1)
-            return Proposal(found, round.certain(found, 64), round.eligible), state, cache
+            return Proposal(found, current.certain(found, 64), current.eligible), state, cache
 
     prompts = random_prompts([70, 3, 150, 20])
     requests = [Request(prompt, CONFIG, key) for prompt, key in zip(prompts, prompt_keys(jax.random.key(0), 4))]
@@ -419,7 +419,7 @@ def test_a_draft_gets_the_last_real_queries(model):
         def begin(self, prompt):
             return prompt.queries
 
-        def propose(self, state, cache, round):
+        def propose(self, state, cache, current):
             raise AssertionError("no round is run here")
 
     prompts = random_prompts([3, 70, 64])

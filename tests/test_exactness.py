@@ -320,8 +320,8 @@ def test_speculation_over_a_full_cache(model):
 def test_drafting_and_rollback_leave_the_valid_cache_bitwise(model):
     config = dataclasses.replace(QUANTSPEC, num_speculative_tokens=4)
     state, _, limits = prepared(model, prompts_of([1, 2 * G + 1, 5 * G + 3]), config, draft=quantspec(model))
-    round = dataclasses.replace(current_round(Greedy(), state, limits), eligible=jnp.array([4, 2, 0], jnp.int32))
-    proposal, _, cache = jax.jit(propose)(quantspec(model), state.draft, state.cache, round)
+    current = dataclasses.replace(current_round(Greedy(), state, limits), eligible=jnp.array([4, 2, 0], jnp.int32))
+    proposal, _, cache = jax.jit(propose)(quantspec(model), state.draft, state.cache, current)
     assert proposal.tokens.shape == (3, 4)
     jax.tree.map(np.testing.assert_array_equal, cache.lengths, state.cache.lengths)
     buffered = np.asarray(state.cache.lengths.buffered)

@@ -243,9 +243,7 @@ def test_a_map_for_every_cache(run, directory, tmp_path, monkeypatch):
     report = json.loads(out)
     assert code == 0 and (report["format"], report["seed"], report["dtype"], report["agreement"]) == ("python", 0, "float32", None)
     assert all(needle.Cell(**row).samples == 1 for row in report["results"])
-    assert [(row["method"], row["cache"]) for row in report["results"]] == list(
-        zip(("autoregressive",) * 3, caches, strict=True)
-    )
+    assert [(row["method"], row["cache"]) for row in report["results"]] == list(zip(("autoregressive",) * 3, caches, strict=True))
     assert [axes.get_title() for axes in figures[0].axes[:3]] == [
         *("autoregressive, kivi:bits=1,residual=32 cache", "autoregressive, specache:bits=1 cache", "autoregressive, full cache")
     ]

@@ -197,7 +197,7 @@ def test_a_cache_of_its_own_takes_memory():
 class SilentDraft(Draft):
     """Says nothing of what it costs."""
 
-    def propose(self, state, cache, round):
+    def propose(self, state, cache, current):
         raise AssertionError("not run")
 
 

@@ -203,7 +203,7 @@ def test_a_draft_without_a_model_is_planned_by_what_it_says_it_proposes(monkeypa
     class Some(Draft):
         proposes = Proposes.ALL_OR_NONE
 
-        def propose(self, state, cache, round):
+        def propose(self, state, cache, current):
             raise AssertionError("not run")
 
     class Settings:

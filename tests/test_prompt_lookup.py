@@ -117,9 +117,9 @@ class Fickle(MarkovDraft):
     Whoever takes it for the shorter proposal then would use it with higher first tokens alone.
     """
 
-    def propose(self, state, cache, round):
-        proposal, state, cache = super().propose(state, cache, round)
-        some = jnp.where(proposal.tokens[:, 0] < V // 2, 1, round.eligible)
+    def propose(self, state, cache, current):
+        proposal, state, cache = super().propose(state, cache, current)
+        some = jnp.where(proposal.tokens[:, 0] < V // 2, 1, current.eligible)
         return dataclasses.replace(proposal, eligible=jnp.minimum(proposal.eligible, some)), state, cache
 
 
@@ -165,11 +165,11 @@ class Saying(Draft):
     def begin(self, prompt):
         return prompt.queries, jnp.full_like(prompt.n, -1)
 
-    def propose(self, state, cache, round):
-        tokens = jnp.full((len(round.pending), round.gamma), self.token, jnp.int32)
+    def propose(self, state, cache, current):
+        tokens = jnp.full((len(current.pending), current.gamma), self.token, jnp.int32)
         foreseen = None if self.foreseen is None else jnp.array(self.foreseen, jnp.int32)
-        eligible = round.eligible if foreseen is None else jnp.minimum(round.eligible, foreseen)
-        return Proposal(tokens, round.certain(tokens, 64), eligible, foreseen), (state[0], round.eligible), cache
+        eligible = current.eligible if foreseen is None else jnp.minimum(current.eligible, foreseen)
+        return Proposal(tokens, current.certain(tokens, 64), eligible, foreseen), (state[0], current.eligible), cache
 
 
 def test_the_longer_proposal_of_each_row_and_the_first_of_equals(float64):
@@ -183,8 +183,8 @@ def test_the_longer_proposal_of_each_row_and_the_first_of_equals(float64):
     ):
         draft = CombinedDraft(a, b)
         state, _, limits = prepared(model, random_prompts([8] * 4), CONFIG, draft=draft)
-        round = dataclasses.replace(current_round(make_sampler(CONFIG), state, limits), eligible=jnp.full(4, 4))
-        proposal, (_, (_, seen)), _ = draft.propose(state.draft, state.cache, round)
+        current = dataclasses.replace(current_round(make_sampler(CONFIG), state, limits), eligible=jnp.full(4, 4))
+        proposal, (_, (_, seen)), _ = draft.propose(state.draft, state.cache, current)
         assert proposal.tokens[:, 0].tolist() == tokens and proposal.eligible.tolist() == eligible
         assert seen.tolist() == asked  # the second is not asked where the first has all
 

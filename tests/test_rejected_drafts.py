@@ -52,8 +52,8 @@ class UsesEverything(Draft):
 
     tables: jax.Array
 
-    def propose(self, state, cache, round):
-        proposal, cache = propose_by_steps(TableOfRow(self.tables, state), cache, round)
+    def propose(self, state, cache, current):
+        proposal, cache = propose_by_steps(TableOfRow(self.tables, state), cache, current)
         return proposal, state, cache
 
     def commit(self, state, result, cache):

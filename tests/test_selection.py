@@ -48,9 +48,7 @@ def test_heads_share_a_budget_by_mass(groups):
     mass = np.random.default_rng(groups).gamma(0.2, size=(2, 3, 24)).astype(np.float32) * np.array([1, 30, 0.01], np.float32)[:, None]
     mass[1] = 0  # a row in which all are equal
     settings = [SparseSettings(budget=0.2, newest=0.25, min_groups=2, heads=heads) for heads in HEADS]
-    equal, found = (
-        select_groups(jnp.asarray(mass), jnp.array([groups, groups]), group_size=G, settings=each) for each in settings
-    )
+    equal, found = (select_groups(jnp.asarray(mass), jnp.array([groups, groups]), group_size=G, settings=each) for each in settings)
     share = int(equal.count[0, 0])
     for row in range(2):
         lists = [found.groups[row, head, : int(found.count[row, head])].tolist() for head in range(3)]

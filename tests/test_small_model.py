@@ -51,8 +51,8 @@ def drafting(model, kind=SmallModelDraft):
 class LastDraftForgotten(SmallModelDraft):
     """Planted: takes the last draft for held by its cache, which it was never fed to."""
 
-    def propose(self, state, cache, round):
-        proposal, state, cache = super().propose(state, cache, round)
+    def propose(self, state, cache, current):
+        proposal, state, cache = super().propose(state, cache, current)
         return proposal, dataclasses.replace(state, fed=proposal.eligible), cache
 
 
@@ -143,8 +143,8 @@ def test_a_window_of_the_text_is_read_as_if_it_were_all(model, sinks):
 
     proposing, rounds = jax.jit(propose), 0
     while (np.asarray(state.status) == 0).any():
-        round = current_round(make_sampler(config), state, limits)
-        proposal, _, _ = proposing(draft, state.draft, state.cache, round)
+        current = current_round(make_sampler(config), state, limits)
+        proposal, _, _ = proposing(draft, state.draft, state.cache, current)
         for row, prompt in enumerate(prompts):
             eligible = int(proposal.eligible[row])
             text = prompt + state.tokens[row, : state.emitted[row]].tolist()

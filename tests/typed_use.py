@@ -41,6 +41,6 @@ def continued(directory: Path) -> str:
 class MyDraft(Draft):
     """A draft of one's own."""
 
-    def propose(self, state: State, cache: Cache, round: Round) -> tuple[Proposal, State, Cache]:
-        tokens = round.pending[:, None]
-        return Proposal(tokens, round.certain(tokens, 64), round.eligible), state, cache
+    def propose(self, state: State, cache: Cache, current: Round) -> tuple[Proposal, State, Cache]:
+        tokens = current.pending[:, None]
+        return Proposal(tokens, current.certain(tokens, 64), current.eligible), state, cache
