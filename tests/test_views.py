@@ -1,5 +1,6 @@
 """What a model reads through a view, on a cache of real text; what a view covers; and the mass that observing finds."""
 
+import contextlib
 import dataclasses
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_problems import Case, random_problem
+from runs import random_model
 
 from pallas_kernels.attention import decode_attention, reference
 from pallas_kernels.formats.kv_cache import Lengths, dequantize_groups
@@ -14,6 +16,7 @@ from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE, ChosenTokens,
 from pallas_kernels.rope_append import split_and_rotate
 from qspec_jax import demo, load
 from qspec_jax.caches.prefill import prefill
+from qspec_jax.caches.registry import CACHES, STREAMED, CacheConfig
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import padded
@@ -155,3 +158,13 @@ def test_mass_needs_groups(trained):
     layer, q = cache.layers[0], jnp.zeros((2, 1, 4, 32))
     with pytest.raises(ValueError, match="HierarchicalLayer"):
         decode_attention(q, layer.buffer, cache.lengths, DenseView(None, observed=True))
+
+
+@pytest.mark.parametrize("name", [*CACHES, *(f"{name}:host=all" for name in STREAMED)])
+def test_only_a_cache_of_groups_is_observed(name):
+    config = random_model("float32", num_hidden_layers=1).config
+    sizes = dict(batch=1, capacity=256, num_speculative_tokens=1, dtype=jnp.dtype("float32"))
+    cache = CacheConfig.parse(name, 16).empty(config, **sizes)
+    refused = pytest.raises(ValueError, match="has no groups whose attention could be observed; give the cache int8")
+    with contextlib.nullcontext() if name.startswith("int8") else refused:
+        cache.for_pass((DenseView(2, observed=True),))

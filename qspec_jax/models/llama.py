@@ -42,7 +42,7 @@ class AttendingCache(Protocol):
         `observable`.
         """
         if not self.observable and any(view is not None and view.observed for view in views):
-            raise ValueError(f"a {type(self).__name__} has no groups whose attention could be observed; the cache int8 has")
+            raise ValueError(f"{type(self).__name__} has no groups whose attention could be observed; give the cache int8")
         return self
 
     def attend(
