@@ -60,8 +60,7 @@ def main() -> None:
             engine = Engine.for_configs(model, draft, [settings], prompt_tokens=len(PROMPT))
             prefill = engine.prefill_of([PROMPT], sampler, prompt_keys(jax.random.key(0), 1), limits)
             state = prefill.shapes()
-            for call in prefill.calls():
-                compiled(call)
+            compiled(prefill.first)
             rounds = engine.rounds_call(state, sampler, limits, 1, lazy=True)
             loop_of_rounds = compiled(rounds)
             sizes = dict(batch_size=1, context=len(PROMPT), gamma=gamma, bandwidth=Bandwidth(3000.0, None))

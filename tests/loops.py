@@ -111,6 +111,6 @@ def prefill_temporaries(kind: str, layers: int, *, place, tokens: int = 1 << 14)
     )
     engine = Engine.for_configs(model, None, [config], prompt_tokens=tokens)
     prefill = engine.prefill_of([[0] * tokens], make_sampler(config), prompt_keys(jax.random.key(0), 1), make_limits(model, config))
-    (call,) = prefill.calls()
+    call = prefill.first  # the only one
     executable, _ = dataclasses.replace(call, args=jax.tree.map(place, call.args)).compile()
     return executable.memory_analysis().temp_size_in_bytes
