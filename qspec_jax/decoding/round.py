@@ -15,9 +15,10 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from pallas_kernels.formats.kv_cache import Lengths
 from qspec_jax.caches.cache import Cache, where_rows
 from qspec_jax.caches.schedule import eligible_drafts
+from qspec_jax.decoding.limits import Limits
 from qspec_jax.decoding.logits_processors import seen_since
 from qspec_jax.decoding.sampling import DRAFT, Sampler
-from qspec_jax.decoding.state import RUNNING, DecodeState, Limits, Logprobs, status_after
+from qspec_jax.decoding.state import RUNNING, DecodeState, Logprobs, status_after
 from qspec_jax.drafts.draft import Draft, Prompt, Proposal, RoundResult
 from qspec_jax.models.viewed import Step
 
