@@ -3,18 +3,7 @@
 import functools
 import math
 
-from pallas_kernels.attention.mosaic_low_bits_plan import (
-    CHUNK,
-    KEY_CODE,
-    LARGER,
-    NO_LOGIT,
-    PIECE,
-    STAGES,
-    TILE,
-    VALUE_CODE,
-    ZEROS,
-    Plan,
-)
+from pallas_kernels.attention.mosaic_low_bits_plan import CHUNK, KEY_CODE, LARGER, NO_LOGIT, PIECE, STAGES, TILE, VALUE_CODE, ZEROS, Plan
 from pallas_kernels.attention.mosaic_low_bits_softmax import LeftOut, SoftmaxWarp
 from pallas_kernels.gpu import fragments, numerics, ptx
 

@@ -108,13 +108,9 @@ def attend_replaced(
     at = jnp.where(replaced.positions < 0, size, replaced.positions)
     left_out = jax.vmap(jax.vmap(lambda at: jnp.zeros(size, bool).at[at].set(True, mode="drop")))(at)
     there = (replaced.positions >= 0)[:, :, None]
-
-    def load(i):
-        return (replaced.keys, replaced.values, there)
-
     n = replaced.positions.shape[2]
     partial = _full(rows, layer.buffer, lengths.buffered, T)
-    partial = _merge(partial, _attend(rows, load, n, n, jnp.int32(n)))
+    partial = _merge(partial, _attend(rows, lambda _: (replaced.keys, replaced.values, there), n, n, jnp.int32(n)))
     coded = _coded_load(layer, lengths.quantized, rows.dtype, left_out)
     if size:
         partial = _merge(partial, _attend(rows, *coded))

@@ -74,19 +74,15 @@ def num_devices_of(axis: str | None) -> int:
 def plan_for(
     rows: int, o: Int4Weight, gate: Int4Weight, down: Int4Weight, following: Sequence[Int4Weight], eps: float, num_devices: int = 1
 ) -> Plan:
-
-    def groups(weight):
-        return weight.codes.shape[1]
-
     several = num_devices > 1
     stages = [
-        Stage(groups(o), o.shape[:1], partial=several),
-        Stage(groups(gate), gate.shape[:1] * 2, normed=True, gated=True),
+        Stage(o.codes.shape[1], o.shape[:1], partial=several),
+        Stage(gate.codes.shape[1], gate.shape[:1] * 2, normed=True, gated=True),
         # The last stage's outputs are added up after the launch.
-        Stage(groups(down), down.shape[:1], partial=several and bool(following)),
+        Stage(down.codes.shape[1], down.shape[:1], partial=several and bool(following)),
     ]
     if following:
-        stages.append(Stage(groups(following[0]), tuple(weight.shape[0] for weight in following), normed=True))
+        stages.append(Stage(following[0].codes.shape[1], tuple(weight.shape[0] for weight in following), normed=True))
     return Plan.fitting(rows, tuple(stages), multiprocessors(), eps, num_devices)
 
 
@@ -97,14 +93,10 @@ def between_attentions(args: LayerArguments) -> tuple[Float[Array, "*rows D"], F
     plan = plan_for(rows, o, gate, down, following, eps, num_devices_of(axis))
     norms = [norm, following_norm] if following else [norm]
     weights = [[o], [gate, up], [down], following][: len(plan.stages)]
-
-    def flat(a):
-        return a.reshape(rows, -1)
-
     if handoff is None or handoff.size < plan.handoff_words:
         handoff = empty_handoff(plan)
     table = _table(plan, axis) if plan.num_devices > 1 else None
-    residual, y, handoff = run(plan, flat(x), flat(attended), norms, weights, handoff, table)
+    residual, y, handoff = run(plan, x.reshape(rows, -1), attended.reshape(rows, -1), norms, weights, handoff, table)
     if table is not None and not following:
         y = lax.psum(y, axis)
     return *(a.reshape(*x.shape[:-1], -1) for a in (residual, y)), handoff
