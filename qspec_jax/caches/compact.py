@@ -63,11 +63,17 @@ class CompactCache(AppendedCache):
         """A layer that holds these rows, and has room for `room` more. kind: one of `KINDS`. appended: the maximum number of tokens that a
         round appends before it rolls back."""
         spare = appended + 1  # a single token is appended together with the row after it, see `rotate_and_append`
-        with_room = lambda x, rows: jnp.pad(x, ((0, 0), (0, 0), (0, rows), (0, 0)))
+
+        def with_room(x, rows):
+            return jnp.pad(x, ((0, 0), (0, 0), (0, rows), (0, 0)))
+
         if kind == "full":
             return FullLayer(with_room(keys, room + spare), with_room(values, room + spare))
         B, K, _, H = keys.shape
-        codes = lambda x: _encoded(with_room(x, room))
+
+        def codes(x):
+            return _encoded(with_room(x, room))
+
         return TokenCodesLayer(codes(keys), codes(values), FullLayer.zeros(B, K, spare, H, keys.dtype))
 
     @property
@@ -111,7 +117,10 @@ class CompactCache(AppendedCache):
 
     def layer_refilled(self, layer: int, keys: Float[Array, "R K T H"], values: Float[Array, "R K T H"], rows: Int[Array, "R"]) -> Layer:
         """The layer with these T tokens written over the first T of R rows of the batch; `refilled` then takes all layers."""
-        write = lambda held, new: jax.tree.map(lambda held, new: held.at[rows, :, : new.shape[2]].set(new), held, self._stored(new))
+
+        def write(held, new):
+            return jax.tree.map(lambda held, new: held.at[rows, :, : new.shape[2]].set(new), held, self._stored(new))
+
         held = self.layers[layer]
         return dataclasses.replace(held, keys=write(held.keys, keys), values=write(held.values, values))
 
@@ -125,8 +134,13 @@ class CompactCache(AppendedCache):
 
     def with_first_keys(self, keys: Sequence[Float[Array, "B K T H"]], changed: Bool[Array, "B"]) -> Self:
         """The cache with other keys of the first T tokens that stay, in each layer of the rows that are to change."""
-        put = lambda held, new: held.at[:, :, : new.shape[2]].set(jnp.where(changed[:, None, None, None], new, held[:, :, : new.shape[2]]))
-        write = lambda layer, new: dataclasses.replace(layer, keys=jax.tree.map(put, layer.keys, self._stored(new)))
+
+        def put(held, new):
+            return held.at[:, :, : new.shape[2]].set(jnp.where(changed[:, None, None, None], new, held[:, :, : new.shape[2]]))
+
+        def write(layer, new):
+            return dataclasses.replace(layer, keys=jax.tree.map(put, layer.keys, self._stored(new)))
+
         return dataclasses.replace(self, layers=tuple(map(write, self.layers, keys)))
 
     @property
@@ -139,7 +153,10 @@ class CompactCache(AppendedCache):
 
     def _written(self, layer: Layer, keys: Array, values: Array, row: Int[Array, "B T"]) -> Layer:
         one = jax.vmap(lambda held, new, row: held.at[:, row].set(new, mode="drop"))
-        write = lambda held, new: jax.tree.map(lambda held, new: one(held, new, row), held, self._stored(new))
+
+        def write(held, new):
+            return jax.tree.map(lambda held, new: one(held, new, row), held, self._stored(new))
+
         return dataclasses.replace(layer, keys=write(layer.keys, keys), values=write(layer.values, values))
 
 

@@ -178,7 +178,9 @@ def prompt_mass(queries: Float[Array, "B Q N H"], keys: Float[Array, "B K S H"],
         real = jnp.repeat(at >= 0, N // K, axis=1)[:, None, :, None]
         return mass + jnp.where(real, weights, 0).sum(2), None
 
-    chunks = lambda x: jnp.moveaxis(x.reshape(B, parts, Q // parts, *x.shape[2:]), 1, 0)
+    def chunks(x):
+        return jnp.moveaxis(x.reshape(B, parts, Q // parts, *x.shape[2:]), 1, 0)
+
     return lax.scan(add, jnp.zeros((B, K, S), accumulation_dtype(keys.dtype)), (chunks(queries), chunks(at)))[0]
 
 

@@ -97,8 +97,13 @@ class HierarchicalCache(PooledCache):
         groups = min(old.groups, self.schedule.groups(keys.shape[2]))
         if groups == 0:
             return old
-        split = lambda x: x[:, :, : groups * G].reshape(*x.shape[:2], groups, G, x.shape[-1])
-        quantized = lambda *both: quantize_groups(*map(split, both), scheme=self.scheme, dtype=old.keys.scale.dtype)
+
+        def split(x):
+            return x[:, :, : groups * G].reshape(*x.shape[:2], groups, G, x.shape[-1])
+
+        def quantized(*both):
+            return quantize_groups(*map(split, both), scheme=self.scheme, dtype=old.keys.scale.dtype)
+
         codes = by_heads(quantized, keys, values)
         return dataclasses.replace(old, keys=self._put(old.keys, codes[0]), values=self._put(old.values, codes[1]))
 
@@ -108,8 +113,12 @@ class HierarchicalCache(PooledCache):
 
     def pooled(self, batch: int, pages: int) -> Self:
         def layer(old: HierarchicalLayer) -> HierarchicalLayer:
-            of_pool = lambda x: jnp.zeros((pages, x.shape[1], 1, *x.shape[3:]), x.dtype)
-            of_rows = lambda x: jnp.zeros((batch, *x.shape[1:]), x.dtype)
+            def of_pool(x):
+                return jnp.zeros((pages, x.shape[1], 1, *x.shape[3:]), x.dtype)
+
+            def of_rows(x):
+                return jnp.zeros((batch, *x.shape[1:]), x.dtype)
+
             buffer = jax.tree.map(of_rows, old.buffer)
             return HierarchicalLayer(jax.tree.map(of_pool, old.keys), jax.tree.map(of_pool, old.values), buffer)
 
@@ -124,8 +133,12 @@ class HierarchicalCache(PooledCache):
         to = jnp.where(pages == 0, self.layers[0].keys.upper.shape[0], pages).reshape(k * C)
 
         def layer(old: HierarchicalLayer, new: HierarchicalLayer) -> HierarchicalLayer:
-            by_group = lambda x: jnp.swapaxes(x, 1, 2).reshape(k * C, x.shape[1], 1, *x.shape[3:])
-            put = lambda pool, x: pool.at[to].set(by_group(x), mode="drop")
+            def by_group(x):
+                return jnp.swapaxes(x, 1, 2).reshape(k * C, x.shape[1], 1, *x.shape[3:])
+
+            def put(pool, x):
+                return pool.at[to].set(by_group(x), mode="drop")
+
             keys, values = jax.tree.map(put, (old.keys, old.values), (new.keys, new.values))
             return HierarchicalLayer(keys, values, jax.tree.map(lambda x, row: x.at[slots].set(row), old.buffer, new.buffer))
 
@@ -141,7 +154,10 @@ class HierarchicalCache(PooledCache):
             return recent
         wide = accumulation_dtype(held.buffer.keys.dtype)
         old = dequantize_tokens(held, positions, batch_rows, dtype=wide)
-        choose = lambda old, recent: jnp.where((positions < quantized)[..., None], old.astype(recent.dtype), recent)
+
+        def choose(old, recent):
+            return jnp.where((positions < quantized)[..., None], old.astype(recent.dtype), recent)
+
         return tuple(map(choose, old, recent))
 
     def recent_tokens(self, layer, positions):

@@ -91,15 +91,25 @@ class KiviCache(Cache):
             )
         room = schedule.groups(capacity) * settings.residual
         empty = functools.partial(LowBits.zeros, B, K, room, H, bits=settings.bits)
-        keys = lambda: empty(key_parameter_dtype(dtype), tokens=group_size, channels=1)
-        values = lambda: empty(parameter_dtype(dtype), tokens=1, channels=group_size)
-        buffer = lambda: FullLayer.zeros(B, K, schedule.buffer_rows(num_speculative_tokens), H, dtype)
+
+        def keys():
+            return empty(key_parameter_dtype(dtype), tokens=group_size, channels=1)
+
+        def values():
+            return empty(parameter_dtype(dtype), tokens=1, channels=group_size)
+
+        def buffer():
+            return FullLayer.zeros(B, K, schedule.buffer_rows(num_speculative_tokens), H, dtype)
+
         layers = (TokenCodesLayer(keys(), values(), buffer()) for _ in range(model.num_layers))
         return cls(tuple(layers), no_tokens(batch), settings)
 
     def bytes_of_pass(self, tokens):
         quantized, rows = int(self.schedule.quantized_length(tokens)), self.lengths.quantized.shape[0]
-        of_row = lambda tree, held, room: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) * held // (rows * room)
+
+        def of_row(tree, held, room):
+            return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) * held // (rows * room)
+
         coded = sum(of_row((x.keys, x.values), quantized, x.keys.tokens) if x.keys.tokens else 0 for x in self.layers)
         return coded + sum(of_row(x.buffer, tokens - quantized, x.buffer.keys.shape[2]) for x in self.layers), 0
 
@@ -110,9 +120,16 @@ class KiviCache(Cache):
         whole = min(old.keys.tokens, self.schedule.groups(keys.shape[2]) * self.settings.residual)
         if whole == 0:
             return old.with_buffer(buffer)
-        write = lambda held, new: lax.dynamic_update_slice_in_dim(held, new, 0, axis=2)
-        encoded = lambda held, x: by_heads(lambda x: self._encoded(held, x[:, :, :whole]), x)
-        put = lambda held, x: jax.tree.map(write, held, encoded(held, x))
+
+        def write(held, new):
+            return lax.dynamic_update_slice_in_dim(held, new, 0, axis=2)
+
+        def encoded(held, x):
+            return by_heads(lambda x: self._encoded(held, x[:, :, :whole]), x)
+
+        def put(held, x):
+            return jax.tree.map(write, held, encoded(held, x))
+
         return TokenCodesLayer(put(old.keys, keys), put(old.values, values), buffer)
 
     def _encoded(self, held: LowBits, x: Float[Array, "B K S H"]) -> LowBits:
@@ -128,7 +145,10 @@ class KiviCache(Cache):
             return recent
         wide = accumulation_dtype(held.buffer.keys.dtype)
         old = (codes.read(positions, rows, wide) for codes in (held.keys, held.values))
-        choose = lambda old, recent: jnp.where((positions < quantized)[..., None], old.astype(recent.dtype), recent)
+
+        def choose(old, recent):
+            return jnp.where((positions < quantized)[..., None], old.astype(recent.dtype), recent)
+
         return tuple(map(choose, old, recent))
 
     def attend(self, layer, qkv, cos, sin, *, view):

@@ -43,8 +43,13 @@ class OffloadedCache(StreamedCache, HierarchicalCache):
     def make(cls, model, *, capacity, group_size, settings, **sizes):
         cache = super().make(model, capacity=capacity + group_size, group_size=group_size, settings=settings, **sizes)
         names = ("lower",) if settings.host == "lower" else ("upper", "lower")
-        offload = lambda planes: dataclasses.replace(planes, **{name: to_host(getattr(planes, name)) for name in names})
-        offload_both = lambda layer: dataclasses.replace(layer, keys=offload(layer.keys), values=offload(layer.values))
+
+        def offload(planes):
+            return dataclasses.replace(planes, **{name: to_host(getattr(planes, name)) for name in names})
+
+        def offload_both(layer):
+            return dataclasses.replace(layer, keys=offload(layer.keys), values=offload(layer.values))
+
         streamed = settings.streamed(model.num_layers)
         layers = tuple(offload_both(layer) if far else layer for layer, far in zip(cache.layers, streamed))
         return dataclasses.replace(cache, layers=layers, offloaded=names)
@@ -70,13 +75,19 @@ class OffloadedCache(StreamedCache, HierarchicalCache):
 
     def _arrays(self, layer: HierarchicalLayer, names: Iterable[str]) -> tuple[dict[str, Array], dict[str, Array]]:
         """These arrays of keys and of values."""
-        of = lambda planes: {name: getattr(planes, name) for name in names}
+
+        def of(planes):
+            return {name: getattr(planes, name) for name in names}
+
         return of(layer.keys), of(layer.values)
 
     def _put(self, held, new):
         if not in_host(held.lower):
             return super()._put(held, new)
-        write = lambda held, new: lax.dynamic_update_slice_in_dim(held, to_host(new) if in_host(held) else new, 0, axis=2)
+
+        def write(held, new):
+            return lax.dynamic_update_slice_in_dim(held, to_host(new) if in_host(held) else new, 0, axis=2)
+
         return jax.tree.map(write, held, new)
 
     def attend_to(self, layer, copied, qkv, cos, sin, *, view):
@@ -95,7 +106,10 @@ class OffloadedCache(StreamedCache, HierarchicalCache):
             if not _streams(layer):
                 return flush(layer, self.lengths, due, scheme=self.scheme)
             G, buffer = self.group_size, layer.buffer
-            oldest = lambda x: x[:, :, None, :G]
+
+            def oldest(x):
+                return x[:, :, None, :G]
+
             codes = quantize_groups(oldest(buffer.keys), oldest(buffer.values), scheme=self.scheme, dtype=layer.keys.scale.dtype)
             keys, values = (_with_group(*both, self.lengths.quantized // G) for both in zip((layer.keys, layer.values), codes))
             return HierarchicalLayer(keys, values, FullLayer(moved_up(buffer.keys, G, due), moved_up(buffer.values, G, due)))
@@ -168,7 +182,10 @@ class OffloadedFullCache(StreamedCache, FullCache):
         attended, new, mass = FullCache.attend(read, 0, qkv, cos, sin, view=view)
         if not copied:
             return attended, new, mass
-        newest = lambda x: jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, T, axis=1))(x, at)
+
+        def newest(x):
+            return jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, T, axis=1))(x, at)
+
         # Together, or XLA may keep the whole copy until it writes what is new, after other layers.
         attended, *new = lax.optimization_barrier((attended, newest(new.keys), newest(new.values)))
         return attended, jax.tree.map(lambda held, new: written(held, new, at), held, FullLayer(*new)), mass

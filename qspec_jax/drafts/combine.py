@@ -105,7 +105,10 @@ class CombinedDraft(Draft):
 def _with_head_of(made: Draft, before: Draft, draft: Draft) -> Draft:
     """The draft with the head that another one, `before`, has made for the loop, if they step the same model, so that there is one."""
     steps = all(isinstance(each, StepwiseDraft) for each in (made, before, draft))
-    bits = lambda draft: getattr(draft, "head_bits", 16)
+
+    def bits(draft):
+        return getattr(draft, "head_bits", 16)
+
     if not steps or before.step.model is not draft.step.model or bits(before) == 16 or bits(before) != bits(draft):
         return draft
     return dataclasses.replace(draft, step=ViewedModel(made.step.model, draft.step.view), head_bits=16)

@@ -356,7 +356,10 @@ def propose_by_steps(
     def chosen(carry, logits, cache):
         i, _, drafts, distributions, eligible, _ = carry
         token, distribution, eligible = current.choose(i, logits, drafts, eligible)
-        put = lambda all, new: lax.dynamic_update_index_in_dim(all, new, i, 1)
+
+        def put(chosen_before, new):
+            return lax.dynamic_update_index_in_dim(chosen_before, new, i, 1)
+
         return i + 1, token, put(drafts, token), put(distributions, distribution), eligible, cache
 
     def one(carry):

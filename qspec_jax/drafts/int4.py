@@ -60,7 +60,10 @@ def stored_int4(directory: str | Path, model: Llama) -> Llama | None:
         return None
     weights, mesh = model.weights(), mesh_of(model.weights())
     placement = Placement(load_config(directory), mesh)
-    shape = lambda whole: jax.eval_shape(quantize_weight, jax.ShapeDtypeStruct(whole, model.dtype))
+
+    def shape(whole):
+        return jax.eval_shape(quantize_weight, jax.ShapeDtypeStruct(whole, model.dtype))
+
     shapes = {path: shape(whole) for path, whole in weight_shapes(placement.config).items() if is_linear(path)}
     if mesh is not None and (cut := [path for path, weight in shapes.items() if _groups_are_cut(path, weight, mesh)]):
         log.warning("%s: its draft is quantized again, for %d devices would cut groups of %s", directory, mesh.size, cut[0])
@@ -87,5 +90,8 @@ def has_stored_int4(directory: str | Path, dtype: str | None) -> bool:
 def with_own_layers(quantized: Llama, model: Llama, layers: set[int]) -> Llama:
     """The quantized model with these layers of the model's own weights."""
     own, made = model.weights(), quantized.weights()
-    layer_of = lambda path: int(path.split(".")[1]) if path.startswith("layers.") else None
+
+    def layer_of(path):
+        return int(path.split(".")[1]) if path.startswith("layers.") else None
+
     return quantized.with_weights({path: own[path] if layer_of(path) in layers else weight for path, weight in made.items()})

@@ -84,7 +84,10 @@ class Window(SinkWindow, OwnText):
         at = jnp.where(column < sinks, column, column + skipped[:, None])
         tokens = jnp.take_along_axis(prompt.tokens, jnp.minimum(at, S - 1), 1)
         _, read = prefill(model, tokens, n, _empty(model, n.shape[0], width, 0))
-        rows = lambda x: jnp.pad(x[:, :, :size], ((0, 0), (0, 0), (0, max(0, size - x.shape[2])), (0, 0)))
+
+        def rows(x):
+            return jnp.pad(x[:, :, :size], ((0, 0), (0, 0), (0, max(0, size - x.shape[2])), (0, 0)))
+
         layers = [(rows(layer.keys), rows(layer.values)) for layer in read.layers]
         places = dict(kept=jnp.full_like(n, sinks), ring=jnp.full_like(n, window), taken=n)
         cache = CompactCache.of([CompactCache.make_layer(*layer, kind="full", appended=appended) for layer in layers], **places)

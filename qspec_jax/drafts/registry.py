@@ -151,7 +151,10 @@ def make_draft(
         check_same_tokens(checkpoint, model.origin.directory)
     if int4 is None:
         asked = []
-        quantized = lambda: int4_model(model, calibration=calibration, progress=progress)
+
+        def quantized():
+            return int4_model(model, calibration=calibration, progress=progress)
+
         made = settings.make(model, lambda: asked.append(settings) or quantized())
         if calibration is not None and not asked:
             name = next((name for name, kind in DRAFTS.items() if type(settings) is kind), settings)

@@ -94,7 +94,10 @@ class RetrievalDraft(CompactDraft):
         budget, most = self.budgets(prompt)
         queries = tuple(q[:, 0] for q in prompt.queries)
         ring = max(1, min(self.settings.ring_size, prompt.capacity - prompt.tokens.shape[1]))
-        layer = lambda _, *both: CompactCache.make_layer(*both, kind=self.settings.cache, appended=prompt.gamma, room=ring)
+
+        def layer(_, *both):
+            return CompactCache.make_layer(*both, kind=self.settings.cache, appended=prompt.gamma, room=ring)
+
         layers, kept = self.copied(queries, prompt.cache, budget, most, make=layer)
         own = CompactCache.of(layers, kept=kept, ring=jnp.full_like(kept, ring), taken=kept)
         return RetrievalState(own, queries, budget, jnp.zeros_like(prompt.n), jnp.ones(prompt.n.shape, jnp.float32), most)
@@ -165,9 +168,12 @@ class RetrievalDraft(CompactDraft):
         def choose_for_next_row(carry):
             own, waiting = carry
             row = jnp.argmax(waiting)[None]
+
             # Each layer is put in its place as it is made, so that no second copy of all of them waits. Over host memory the next layer's
             # copy waits for that, see `with_layer_on_device`.
-            put = lambda layer, *both: own.layer_refilled(layer, *both, row)
+            def put(layer, *both):
+                return own.layer_refilled(layer, *both, row)
+
             queries = tuple(q[row] for q in state.queries)
             layers, kept = self.copied(queries, cache, state.budget[row], state.most, row, make=put)
             return own.refilled(layers, kept, row), waiting.at[row].set(False)

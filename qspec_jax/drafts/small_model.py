@@ -129,7 +129,10 @@ class SmallModelDraft(ModelDraft):
         state = dataclasses.replace(state, history=state.history.written(0, current.pending[:, None]))
         logits, own = state.caught_up(self.in_targets_vocabulary, self.step.model, current.eligible)
         skipped = (own.read_so_far - own.position)[:, None]
-        step = lambda tokens, positions, cache: self.in_targets_vocabulary(tokens, positions - skipped, cache)
+
+        def step(tokens, positions, cache):
+            return self.in_targets_vocabulary(tokens, positions - skipped, cache)
+
         proposal, fed = propose_by_steps(step, own.cache, current, first=logits)
         own = dataclasses.replace(own, cache=fed)
         # The last draft was not fed.

@@ -138,7 +138,10 @@ class SparseDraft(SelfSpeculativeDraft):
 
     def commit(self, state: State, result: RoundResult, cache: Cache) -> State:
         count, memory = result.count[:, None, None], self.settings.memory
-        averaged = lambda mass, old: memory * old + (1 - memory) * jnp.nan_to_num(mass.sum(2)) / jnp.maximum(count, 1)
+
+        def averaged(mass, old):
+            return memory * old + (1 - memory) * jnp.nan_to_num(mass.sum(2)) / jnp.maximum(count, 1)
+
         return tuple(jnp.where(count > 0, averaged(mass, old), old) for mass, old in zip(result.masses, state))
 
 

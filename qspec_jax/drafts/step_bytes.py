@@ -111,8 +111,13 @@ def bytes_of(tree, *, max_item_bytes: int = 8, on_device: bool = False) -> int:
         on_device: whether to count what each device has: its part of arrays that are divided over a mesh, and no array in host memory.
     """
     arrays = {id(leaf): leaf for leaf in jax.tree.leaves(tree) if not (on_device and in_host(leaf))}.values()
-    divided = lambda leaf: on_device and getattr(leaf, "sharding", None) is not None
-    held = lambda leaf: leaf.sharding.shard_shape(leaf.shape) if divided(leaf) else leaf.shape
+
+    def divided(leaf):
+        return on_device and getattr(leaf, "sharding", None) is not None
+
+    def held(leaf):
+        return leaf.sharding.shard_shape(leaf.shape) if divided(leaf) else leaf.shape
+
     return sum(math.prod(held(leaf)) * min(leaf.dtype.itemsize, max_item_bytes) for leaf in arrays)
 
 
@@ -122,6 +127,9 @@ def bytes_in_loop(draft: Draft | None) -> int:
     They are recognized by their shapes and dtypes, since they are not made yet. If the model is divided, each counts as if it were whole on
     every device.
     """
-    count = lambda draft: Counter((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(draft))
+
+    def count(draft):
+        return Counter((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(draft))
+
     made = count(jax.eval_shape(lambda draft: draft and draft.in_loop(), draft)) - count(draft)
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in made.elements())
