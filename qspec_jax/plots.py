@@ -10,17 +10,22 @@ SUFFIXES = (".png", ".pdf", ".svg")
 
 
 def check(path: Path, output: Path | None) -> None:
-    """Raises InputError where `save` could not write this file, or what goes to `output` would be overwritten."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise InputError("--plot needs matplotlib: pip install matplotlib") from None
+    """Raises InputError if `save` cannot write this file, or if it is the file that the report goes to."""
+    need_matplotlib("--plot")
     if path.suffix.lower() not in SUFFIXES:
         raise InputError(f"--plot {path}: the name must end in one of {', '.join(SUFFIXES)}")
     if path.is_dir() or not path.parent.is_dir():
         raise InputError(f"--plot {path}: cannot be written ({'it is a folder' if path.is_dir() else 'no such folder'})")
     if output and output.resolve() == path.resolve():
         raise InputError(f"--output and --plot are the same file, {path}")
+
+
+def need_matplotlib(what: str) -> None:
+    """Raises InputError if matplotlib is not installed. what: needs it."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise InputError(f"{what} needs matplotlib: pip install matplotlib") from None
 
 
 def context_axis(axes, contexts: Sequence[int]) -> None:

@@ -8,7 +8,7 @@ A report is a dataclass whose fields are what --json prints. Its method `table` 
         rows: list[CopyRow]
 
         def table(self) -> RenderableType:
-            columns = grid("way", "GB/s", "note", left=("way", "note"))
+            columns = grid("way", "GB/s", "note", left=("way", "note"), wraps=("note",))
             for row in self.rows:
                 columns.add_row(row.way, formatted(row.gb_per_s, ",.1f"), row.error)
             return page(f"Copies on {self.device}", f", {self.date}", columns, notes=["GB/s: 1e9 bytes a second."])
@@ -93,14 +93,13 @@ def grid(*labels: str, left: Container[str] = (), wraps: Container[str] = ()) ->
     """An empty table without lines.
 
     Args:
-        labels: of the columns, which hold figures, at the right, that are never broken over lines.
-        left: the labels of columns of names and notes, which are at the left and may be broken.
-        wraps: the labels of columns of figures that may be broken too.
+        labels: of the columns.
+        left: those of names and notes, which are at the left; figures are at the right.
+        wraps: those whose cells may be broken over several lines.
     """
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for label in labels:
-        names = label in left
-        table.add_column(label, justify="left" if names else "right", no_wrap=not names and label not in wraps, overflow="fold")
+        table.add_column(label, justify="left" if label in left else "right", no_wrap=label not in wraps, overflow="fold")
     return table
 
 

@@ -317,7 +317,7 @@ def test_plot_without_matplotlib(run, monkeypatch, tmp_path):
         (["--no-such-flag"], "--no-such-flag"),
         (["--listed", "0.1"], "upper plane"),
         (["--listed", "0"], "above 0"),
-        (["--listed", "0.1", "--observe"], "do not go together"),
+        (["--listed", "0.1", "--observe"], "exclude each other"),
         (["--shape", "tiny", "--observe"], "tiny-bf16"),
         (["--observe", "--plot", "a.png"], "--plot"),
         (["--append", "--plot", "a.png"], "--append"),
@@ -365,11 +365,13 @@ def test_the_tuning_table():
     a, b = {"splits": 1}, {"splits": 2}
     trials = attention_tuning.choose([trial(a, "short", 10), trial(b, "short", 5, error=0.5)])
     text = io.StringIO()
-    report = attention_tuning.TuningReport("a GPU", "2026-01-01", {}, "gpu.json", trials, ["triton is not there"])
+    failed = dataclasses.replace(trials[0], row=kernels.KernelRow("long", "mosaic_gpu", False, "failed", "no room", 1), chosen=False)
+    report = attention_tuning.TuningReport("a GPU", "2026-01-01", {}, "gpu.json", [*trials, failed], ["triton is not there"])
     rich.console.Console(file=text, width=140).print(report.table())
     lines = text.getvalue().splitlines()
     assert [line.split()[2:4] for line in lines if line.startswith("short")] == [["splits", "2"], ["splits", "1"]]
     assert [line.split()[-1] for line in lines if line.startswith("short")] == ["wrong", "chosen"]
+    assert [line.split()[2:] for line in lines if line.startswith("long")] == [["splits", "1", "-", "-", "-", "no", "room"]]
     assert "gpu.json" in text.getvalue() and "Not tuned: triton" in text.getvalue()
 
 

@@ -520,8 +520,8 @@ def test_transformers_tokens_are_timed():
 
 def test_what_is_in_host_memory_is_copied(run, one_layer, monkeypatch):
     flags = ["--method", "autoregressive", "--baseline-cache", "full:host=all"]
-    reports, table = [], decode_report.table
-    monkeypatch.setattr(decode_report, "table", lambda report: reports.append(report) or table(report))
+    reports, table = [], decode_report.DecodeReport.table
+    monkeypatch.setattr(decode_report.DecodeReport, "table", lambda report: reports.append(report) or table(report))
     code, out, err = run(*FAST, *flags)
     (report,) = reports
     (row,) = report.rows
@@ -645,7 +645,7 @@ def test_a_simulation_says_so(run, monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(decode, "measure", measured)
     path = tmp_path / "decode.png"
     code, out, _ = run(*FAST, "--method", "quantspec", "--simulate-ratio", 0.8, "--plot", path)
-    assert code == 0 and "in the mean 0.800 of those drafted" in " ".join(out.split())
+    assert code == 0 and "on average 0.800 of those drafted" in " ".join(out.split())
     assert " 0.0000010 " in out and " 0.0000020 " in out  # GB
     assert decode_report._gigabytes(0) == "0.00" and decode_report._gigabytes(70_900_000_000) == "70.90"
     assert "SIMULATED" in out and out.count("0.800 (sim.)") == 1 and "--simulate-ratio" not in caplog.text
@@ -653,7 +653,7 @@ def test_a_simulation_says_so(run, monkeypatch, tmp_path, caplog):
     each = ["--context", 64, "--simulate-ratio", 0.8, "--simulate-ratio", 0.9]  # beside the first context's 200
     code, out, _ = run(*FAST, *each, "--method", "quantspec")
     lines = [" ".join(line.split()) for line in out.splitlines() if "SIMULATED" in line]
-    assert [(line.split(":")[0], line.split("mean ")[1][:5]) for line in lines] == [
+    assert [(line.split(":")[0], line.split("average ")[1][:5]) for line in lines] == [
         ("Acceptance is SIMULATED at 200 tokens", "0.800"),
         ("Acceptance is SIMULATED at 64 tokens", "0.900"),
     ]
@@ -670,7 +670,7 @@ def test_a_simulation_says_so(run, monkeypatch, tmp_path, caplog):
         (["--arch", "tiny", "--gamma", 7, "--max-new-tokens", 31], ["--max-new-tokens 31", "32, four rounds of --gamma 7"]),
         (["--arch", "tiny", "--simulate-ratio", 0.5, "--simulate-acceptance", 0.5], ["--simulate-ratio"]),
         (["--arch", "tiny", "--simulate-ratio", 1.5], ["--simulate-ratio"]),
-        (["--arch", "tiny", "--simulate-inner-acceptance", 0.5], ["--simulate-inner-acceptance goes with"]),
+        (["--arch", "tiny", "--simulate-inner-acceptance", 0.5], ["--simulate-inner-acceptance needs"]),
         (
             ["--arch", "tiny", "--context", 64, "--simulate-acceptance", 0.9, "--simulate-inner-acceptance", 0.5],
             ["themselves verify, such as triforce"],
@@ -682,8 +682,8 @@ def test_a_simulation_says_so(run, monkeypatch, tmp_path, caplog):
             ["--context of 1048576 tokens and 640 new ones", "model's 1048576 positions"],
         ),
         (["--arch", "tiny", "--layers", 3], ["3 layers of tiny should be from 1 to 2"]),
-        (["--arch", "tiny", "--layers", 1, "--transformers"], ["--layers goes with --arch"]),
-        (["--model", "x", "--layers", 1], ["--layers goes with --arch"]),
+        (["--arch", "tiny", "--layers", 1, "--transformers"], ["--layers needs --arch"]),
+        (["--model", "x", "--layers", 1], ["--layers needs --arch"]),
         (["--arch", "tiny", "--batch-size", 0], ["--batch-size"]),
         (["--arch", "tiny", "--batch-size", 1, "--batch-size", 4, "--transformers"], ["--transformers", "one row", "--batch-size"]),
         (["--arch", "tiny", "--simulate-ratio", 0.5, "--gamma", 2, "--gamma", 3], ["--simulate-ratio", "--gamma"]),

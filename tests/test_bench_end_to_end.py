@@ -131,11 +131,11 @@ def test_table(report, run, directory, file):
 def test_plot(report, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     path = tmp_path / "speed.png"
-    end_to_end.plot(report, path)
+    plots.save(report.figure(), path)
     assert path.read_bytes().startswith(b"\x89PNG")
     baseline = dataclasses.replace(report, rows=report.rows[:1])
     with pytest.raises(InputError, match="nothing was measured"):
-        end_to_end.plot(baseline, path)
+        baseline.figure()
 
 
 def test_what_fails_is_a_row_that_says_so(monkeypatch, run, directory, file, caplog):

@@ -589,8 +589,8 @@ def test_devices_that_are_refused(run, tmp_path, changes, said):
     ("arguments", "said"),
     [
         (["--arch", "llama-9"], "no architecture 'llama-9'; there are llama-2-7b"),
-        ([], "one of --arch and --model should be given"),
-        (["--arch", "tiny", "--model", "x"], "one of --arch and --model should be given"),
+        ([], "give one of --arch and --model"),
+        (["--arch", "tiny", "--model", "x"], "give one of --arch and --model"),
         (["--arch", "tiny", "--device", "h900"], "no device 'h900'; there are h200, h100"),
         (["--arch", "tiny", "--context", 0], "--context 0 should be from 1 to 1,047,936"),
         (["--arch", "tiny", "--context", 10**9], "--context 1,000,000,000 should be from 1 to 1,047,936, the model's 1,048,576 positions"),

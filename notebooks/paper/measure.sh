@@ -3,7 +3,7 @@
 #
 # TABLE is one of the names below, OUT a folder for the JSON. Rates of acceptance are simulated where --simulate is said, at the paper's own:
 # 0.9234 of the middle's drafts and 0.4649 of the small model's, TriForce's table 2 at temperature 0. MODEL is a trained checkpoint with the
-# embedded model's tokenizer, for the tables that nothing is simulated in: `qspec bench pretrain --output RUN --minutes 6 --segment-minutes 12`
+# embedded model's tokenizer, for the tables that nothing is simulated in: `qspec train benchmark-model --output RUN --minutes 6 --segment-minutes 12`
 # makes one in 9 minutes.
 set -euo pipefail
 table=$1 out=$2 model=${3:-}

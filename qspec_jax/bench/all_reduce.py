@@ -52,7 +52,7 @@ class AllReduceReport(Run):
 
     def table(self) -> RenderableType:
         """A line for each shape and way."""
-        found = grid("rows", "width", "by", "us", "quartiles", "GB/s", "", left=("by", ""))
+        found = grid("rows", "width", "by", "us", "quartiles", "GB/s", "", left=("by", ""), wraps=("",))
         for row in self.rows:
             t = row.timing
             figures = [f"{t.median_us:,.1f}", f"{t.lower_us:,.1f} - {t.upper_us:,.1f}", f"{row.gb_per_s:,.1f}"] if t else ["-"] * 3
@@ -76,7 +76,10 @@ def run(mesh: Mesh, rows: Sequence[int], width: int, *, repeats: int = 20, progr
 
 def _measured(mesh: Mesh, row: AllReduceRow, options: dict[str, str], repeats: int) -> AllReduceRow:
     x = jax.device_put(jnp.ones((row.rows, row.width), jnp.bfloat16), NamedSharding(mesh, PartitionSpec()))
-    trip = lambda x: (lax.psum(x, MODEL) * (1 / mesh.size),)
+
+    def trip(x):
+        return (lax.psum(x, MODEL) * (1 / mesh.size),)
+
     trips = loop_trips(1e-5)
     program, _ = loop(trip, trips, options=options).compile((x,), ())
     timing, _ = time_loop(program, trips, (x,), (), repeats=repeats)

@@ -61,7 +61,7 @@ def architecture(name: str, layers: int | None = None) -> LlamaConfig:
 
 
 def check_gpu(name: str) -> None:
-    """Raises InputError for a shape that takes a GPU to measure, where there is none."""
+    """Raises InputError for a shape that needs a GPU to be measured, if there is none."""
     if name not in TINY and jax.default_backend() != "gpu":
         raise InputError(f"--arch {name} needs a GPU, and JAX finds none; --arch {' or '.join(TINY)} runs anywhere")
 
@@ -77,10 +77,10 @@ def random_model(config: LlamaConfig, *, seed: int = 0, mesh: Mesh | None = None
     return placement.model(make)
 
 
-def random_int4(model: Llama, *, seed: int = 1) -> Llama:
+def random_int4(model: Llama) -> Llama:
     """Replaces the linear layers by random INT4 codes, in the groups of `quantize_linears`; all else is the same arrays."""
     weights, mesh = model.weights(), mesh_of(model.weights())
-    keys = iter(jax.random.split(jax.random.key(seed), 16 * model.config.num_layers + 16))
+    keys = iter(jax.random.split(jax.random.key(1), 16 * model.config.num_layers + 16))
 
     def made(path: str, weight: Weight) -> Weight:
         if not is_linear(path):
@@ -109,7 +109,7 @@ def _compiled_int4(shape: tuple[int, int], size: int, dtype, places: tuple[Shard
 
 
 def _int4(key: Key[Array, ""], shape: tuple[int, int], size: int, dtype) -> Int4Weight:
-    """Random codes in groups of so many inputs."""
+    """Random codes in groups of `size` inputs."""
     out, inputs = shape
     groups = -(-inputs // size)
     codes = lax.bitcast_convert_type(jax.random.randint(key, (out, groups, size // 2), -128, 128, jnp.int8), jnp.uint8)

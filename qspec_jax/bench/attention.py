@@ -86,16 +86,23 @@ def select_shapes(names: Sequence[str]) -> list[AttentionShape]:
 
 
 def reading(shapes: Sequence[AttentionShape], *, listed: float | None, observe: bool, append: bool = False) -> list[AttentionShape]:
-    """The shapes, of which a share of the groups is read by lists, or whose attention mass is observed, and whose tokens are appended too.
+    """The shapes, read as was asked for.
 
-    Raises InputError for a share that is none, for both at once, and for a shape that is not read that way.
+    Args:
+        shapes: as they are named.
+        listed: the share of the groups that is read by lists; None: all groups are read.
+        observe: whether the attention mass is found too.
+        append: whether tokens are appended too.
+
+    Raises:
+        InputError: for a share that is not one, for lists and mass at once, and for a shape that is not read that way.
     """
     if append:
         shapes = [dataclasses.replace(shape, name=f"{shape.name}-appended", append=True) for shape in shapes]
     if listed is None and not observe:
         return list(shapes)
     if listed is not None and observe:
-        raise InputError("--listed and --observe do not go together: mass is observed where all groups are read")
+        raise InputError("--listed and --observe exclude each other, as mass is observed where all groups are read; give one of them")
     if listed is not None and not 0 < listed <= 1:
         raise InputError(f"--listed {listed:g} should be a share of the groups, above 0 and up to 1")
     flag, planes = ("--observe", (1, 2)) if observe else ("--listed", (1,))
@@ -108,7 +115,7 @@ def reading(shapes: Sequence[AttentionShape], *, listed: float | None, observe: 
 def select_implementations(names: Sequence[str], *, append: bool = False) -> list[str]:
     """The implementations of these names; see `kernels.select_implementations`.
 
-    append: whether tokens are to be appended too, which the reference does by the kernels one after the other and is measured by default.
+    With `append`, the reference is all kernels one after the other, and is measured by default.
     """
     if append and not names:
         names = [*(dispatch.implementations("append_attend") if jax.default_backend() == "gpu" else ()), "reference"]
@@ -118,7 +125,7 @@ def select_implementations(names: Sequence[str], *, append: bool = False) -> lis
 def run(
     shapes: Sequence[AttentionShape], implementations: Sequence[str], *, peers: bool = True, repeats: int = 20, progress: bool | None = None
 ) -> AttentionReport:
-    """Measures every implementation and peer on every shape. progress: see `kernels.run`.
+    """Measures every implementation and peer on every shape; see `kernels.run`.
 
     Shapes that differ in the cache's format alone share their peers' figures.
     """
@@ -133,9 +140,14 @@ def run(
 
 
 def measure(shape: AttentionShape, implementation: str, *, config=None, repeats: int = 20, error_tokens: int = ERROR_TOKENS) -> KernelRow:
-    """Measures one of our implementations on one shape. config: the kernel's own, in place of what it would choose.
+    """Measures one of our implementations on one shape.
 
-    error_tokens: at most so many tokens in a row for the relative error, which is against the reference.
+    Args:
+        shape: of the problem.
+        implementation: its name.
+        config: of the kernel; None: what the kernel chooses.
+        repeats: timed batches.
+        error_tokens: the most tokens in a row of the shape that the error, against the reference, is found with.
     """
     row = functools.partial(KernelRow, shape.name, implementation, False, bytes=bytes_read(shape))
     try:
@@ -194,7 +206,7 @@ def _problem(shape: AttentionShape, seed: int) -> tuple[Array, HierarchicalLayer
 
 
 def _problems(shape: AttentionShape) -> list[tuple[Array, HierarchicalLayer | FullLayer, Lengths, View]]:
-    """The inputs to rotate over. Lists are as many as what they read asks for, and share caches, of which they read other groups."""
+    """The inputs to rotate over. Inputs with lists are counted by what the lists read; they share caches and read other groups of them."""
     caches = [random_problem(shape, seed) for seed in range(input_count(bytes_read(dataclasses.replace(shape, listed=None))))]
     return [(*caches[i % len(caches)], random_view(shape, i)) for i in range(input_count(bytes_read(shape)))]
 
@@ -219,7 +231,7 @@ def _append_and_attend(implementation: str, config=None) -> Callable:
 
 
 def time_appended(function: Callable, shape: AttentionShape, *, repeats: int) -> Timing:
-    """Times what does as `append_and_attend` does, on a shape whose context counts the T new tokens. Every call has a buffer of its own."""
+    """Times a function like `append_and_attend` on a shape whose context counts the T new tokens. Every call has a buffer of its own."""
 
     problems = _problems(shape)
     # Constants of the program: a model adds to them once for all layers, and not before each.
@@ -238,7 +250,7 @@ def time_appended(function: Callable, shape: AttentionShape, *, repeats: int) ->
 
 
 def appended_error(function: Callable, shape: AttentionShape) -> float:
-    """The relative error of what does as `append_and_attend` does, against attention in float32 to what the reference appends."""
+    """The relative error of a function like `append_and_attend`, against attention in float32 to what the reference appends."""
     qkv, cos, sin = random_projections(shape, 0)
     _, layer, lengths, view = _problem(shape, 0)
     attended, *_ = jax.jit(function)(qkv, cos, sin, layer, _without(lengths, shape.tokens), view)
@@ -263,7 +275,9 @@ def _peer_error(name: str, shape: AttentionShape) -> float:
 
 
 def _relative_error(out: Array, q: Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, view: View) -> float:
-    wide = lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    def wide(x):
+        return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
     attend = jax.jit(functools.partial(decode_attention, implementation="reference"))
     expected, _ = attend(wide(q), jax.tree.map(wide, layer), lengths, view)
     return kernels.relative_error(out, expected)

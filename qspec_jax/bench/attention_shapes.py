@@ -153,12 +153,15 @@ def bytes_read(shape: AttentionShape) -> int:
 def random_problem(shape: AttentionShape, seed: int | Array) -> tuple[Float[Array, "B T N H"], HierarchicalLayer | FullLayer, Lengths]:
     """Queries, a layer of random codes or values of variance about 1 (filled also beyond the lengths), and its lengths.
 
-    Made on the device. The buffer of a hierarchical layer has 2G + 8 rows; a full layer has as many as the longest context.
+    Made on the device. The buffer of a hierarchical layer has 2G + 8 rows; a full layer has a row for each token of the longest context.
     """
     B, K, H, G = shape.batch, shape.kv_heads, shape.head_dim, shape.group_size
-    # The default generator takes seconds to compile so many draws.
+    # The default generator takes seconds to compile these draws.
     keys = iter(jax.random.split(jax.random.key(seed, impl="unsafe_rbg"), 16))
-    normal = lambda *dims: jax.random.normal(next(keys), dims, jnp.bfloat16)
+
+    def normal(*dims):
+        return jax.random.normal(next(keys), dims, jnp.bfloat16)
+
     q = normal(B, shape.tokens, shape.heads, H)
     lengths = Lengths(jnp.array(shape.quantized, jnp.int32), jnp.array(shape.buffered, jnp.int32))
     if shape.planes is None:
@@ -168,8 +171,11 @@ def random_problem(shape: AttentionShape, seed: int | Array) -> tuple[Float[Arra
     def planes(*codes: int) -> Planes:
         lead = (B, K, shape.groups)
         upper, lower = (jax.random.bits(next(keys), (*lead, *codes), jnp.uint8) for _ in range(2))
+
         # Codes 0 to 15 are -2 to 2; scales and zeros vary by a tenth.
-        tenth = lambda: jax.random.uniform(next(keys), (*lead, 2 * codes[1]), minval=0.9, maxval=1.1)
+        def tenth():
+            return jax.random.uniform(next(keys), (*lead, 2 * codes[1]), minval=0.9, maxval=1.1)
+
         scale, zero = ((middle * tenth()).astype(jnp.bfloat16) for middle in (4 / 15, -2.0))
         return Planes(upper, lower, scale, zero)
 

@@ -59,18 +59,23 @@ class TuningReport(Run):
     def table(self) -> RenderableType:
         """The trials of each shape, fastest first."""
         names = ("shape", "kernel", "configuration")
-        found = grid(*names, "median us", "GB/s", "error", "", left=(*names, ""))
+        found = grid(*names, "median us", "GB/s", "error", "", left=(*names, ""), wraps=(*names, ""))
         order = {shape: i for i, shape in enumerate(dict.fromkeys(trial.row.shape for trial in self.trials))}
-        time = lambda trial: trial.row.timing.median_us if trial.row.timing else float("inf")
+
+        def time(trial):
+            return trial.row.timing.median_us if trial.row.timing else float("inf")
+
         previous = None
         for trial in sorted(self.trials, key=lambda trial: (trial.kernel, order[trial.row.shape], time(trial))):
             row = trial.row
             if previous not in (None, (trial.kernel, row.shape)):
                 found.add_section()
             previous = trial.kernel, row.shape
-            figures = [f"{row.timing.median_us:,.1f}", f"{row.bytes / row.timing.median_us / 1e3:,.0f}", f"{row.relative_error:.1e}"]
+            figures = ["-"] * 3
+            if t := row.timing:
+                figures = [f"{t.median_us:,.1f}", f"{row.bytes / t.median_us / 1e3:,.0f}", f"{row.relative_error:.1e}"]
             notes = [row.note, "wrong" * (row.timing is not None and not trial.valid), "default" * trial.default, "chosen" * trial.chosen]
-            cells = row.shape, trial.kernel, _describe(trial.config), *(figures if row.timing else ["-"] * 3)
+            cells = row.shape, trial.kernel, _describe(trial.config), *figures
             found.add_row(*cells, ", ".join(filter(None, notes)), style="green" if trial.chosen else "")
         notes = [f"The chosen ones are in {self.file}", *(f"Not tuned: {reason}" for reason in self.not_tuned)]
         return page(f"Configurations of decode attention on {self.device}", f", {self.date}", found, notes=notes)
@@ -137,7 +142,10 @@ def choose(trials: Sequence[Trial]) -> list[Trial]:
             configs[tuple(trial.config.items())].append(trial.row)
     rows = [row for of_config in configs.values() for row in of_config]
     least = {shape: min(row.timing.median_us for row in rows if row.shape == shape) for shape in {row.shape for row in rows}}
-    mean = lambda config: sum(row.timing.median_us / least[row.shape] for row in configs[config]) / len(configs[config])
+
+    def mean(config):
+        return sum(row.timing.median_us / least[row.shape] for row in configs[config]) / len(configs[config])
+
     # One that failed on a shape is none for all.
     best = min((config for config, of in configs.items() if len(of) == len(least)), key=mean, default=None)
     return [dataclasses.replace(trial, chosen=tuple(trial.config.items()) == best) for trial in trials]

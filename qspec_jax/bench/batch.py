@@ -10,10 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
-from tqdm import tqdm
+from rich.console import RenderableType
 
 from qspec_jax.bench.simulated import SimulatedGreedy
 from qspec_jax.decoding.batch import run_batch
@@ -29,7 +26,7 @@ from qspec_jax.drafts.step_bytes import bytes_in_loop, bytes_of
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
-from qspec_jax.reports import Run, this_run
+from qspec_jax.reports import Run, formatted, grid, page, progress_bar, this_run
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +36,13 @@ WAYS = {"refilled": {"refill": True}, "fixed": {"refill": False}, "one by one": 
 
 @dataclasses.dataclass(frozen=True)
 class BatchRow:
-    """Figures of all prompts, decoded in one way; for the rates see `BatchStats.rates`. same_tokens: share of the prompts whose tokens are
-    those of the first way."""
+    """Figures of all prompts, decoded in one way; for the rates see `BatchStats.rates`.
+
+    Attributes:
+        way: a key of `WAYS`.
+        stats: of the batch.
+        same_tokens: share of the prompts whose tokens are those of the first way.
+    """
 
     way: str
     stats: BatchStats
@@ -52,16 +54,27 @@ class BatchRow:
 
 @dataclasses.dataclass(frozen=True)
 class BatchReport(Run):
-    """The same prompts in several ways. speedup: tokens/s of the refilled batch over those of fixed batches; decode_speedup: the ratio of
-    their seconds of decoding alone; both None where fixed batches are left out. devices_speedup: of several devices, refilled, to one, None
-    where one was asked for. prompt_tokens: in all prompts together.
+    """The same prompts in several ways.
 
-    The parts that the refilled batch is made of: prefill_alone_s, all prompts prefilled one after the other and nothing else done, by the
-    time of one prompt of each padded length; decode_alone_s, all of its rounds as if every slot always had a prompt, at the pace of the
-    rounds in which that was so, None if it never was. share_of_parts: their sum over the seconds that it took.
-
-    held_bytes: weights, draft, and the most that the refilled batch's rows ever held. peak_bytes: the most that the device had in use up to
-    the end of the refilled batch, which is the first; None where the device does not say.
+    Attributes:
+        model: its name.
+        prompts: their number.
+        batch_size: rows decoded at a time on each device.
+        gamma: the most drafts of a round.
+        prompt_tokens: in all prompts together.
+        simulated_rate: the chance that a draft is accepted, given those before it; None: drafts were verified.
+        rows: of each way.
+        speedup: tokens/s of the refilled batch over those of fixed batches; None without fixed batches.
+        decode_speedup: the ratio of their seconds of decoding alone.
+        devices: that worked on the prompts.
+        devices_speedup: of several devices, refilled, to one; None if one was asked for.
+        prefill_alone_s: to prefill all prompts one after the other, by the time of one prompt of each padded length.
+        decode_alone_s: for the refilled batch's rounds as if every slot always had a prompt, at the pace of the rounds in which that was
+            so; None if it never was.
+        share_of_parts: prefill_alone_s and decode_alone_s over the seconds that the refilled batch took.
+        held_bytes: weights, draft, and the most that the refilled batch's rows ever held.
+        peak_bytes: the most that the device had in use up to the end of the refilled batch, which is the first; None where the device
+            does not say.
     """
 
     model: str
@@ -81,6 +94,39 @@ class BatchReport(Run):
     held_bytes: int
     peak_bytes: int | None
 
+    def table(self) -> RenderableType:
+        """A line for every way, and the speed-ups."""
+        labels = ("tokens/s", "slots busy", "rounds", "decode s", "prefill s", "compile s", "accepted", "same tokens")
+        found = grid("", *labels, left=("",), wraps=("",))
+        for row in self.rows:
+            s = row.stats
+            seconds = f"{s.decode_s:.1f}", f"{s.prefill_s:.1f}", f"{s.compile_s:.1f}"
+            shares = formatted(row.draft_acceptance_rate, ".3f"), f"{row.same_tokens:.1%}"
+            found.add_row(row.way, f"{row.tokens_per_second:,.1f}", f"{row.busy_slots:.1%}", f"{s.rounds:,}", *seconds, *shares)
+        notes = f"Batch size {self.batch_size}, {self.gamma} drafts a round, {self.prompt_tokens:,} tokens in the prompts."
+        if self.simulated_rate is not None:
+            notes += f" Acceptance is simulated, at a rate of {self.simulated_rate:.3f}."
+        if self.speedup is not None:
+            alone = f"{self.decode_speedup:.2f} times in decoding alone"
+            notes += f" Refilled is {self.speedup:.2f} times as fast as fixed batches, {alone}."
+        if self.devices_speedup is not None:
+            notes += f" {self.devices} devices, each with up to as many rows, are {self.devices_speedup:.2f} times as fast as one."
+        if self.share_of_parts is not None:
+            seconds = f"{self.prefill_alone_s:.1f} s, and its rounds with all slots busy {self.decode_alone_s:.1f} s"
+            notes += f" Prefill alone takes {seconds}: together {self.share_of_parts:.0%} of what refilled takes."
+        if self.peak_bytes is not None:
+            held = f"{self.held_bytes / 1e9:.2f} GB"
+            notes += f" In use at most {self.peak_bytes / 1e9:.2f} GB, of which weights, draft and what refilled rows held {held}."
+        return page(f"{self.prompts} prompts, {self.model} on {self.device}", f", {self.date}", found, notes=[notes])
+
+
+def bounds(flag: str, text: str, lowest: int) -> tuple[int, int]:
+    """Reads MIN-MAX. Raises InputError for any other text, and for a bound below `lowest`."""
+    low, _, high = text.partition("-")
+    if not (low.isdecimal() and high.isdecimal() and lowest <= int(low) <= int(high)):
+        raise InputError(f"{flag} {text} should be two numbers from {lowest} up with a hyphen between them, as 64-2048")
+    return int(low), int(high)
+
 
 def make_requests(
     sources: Sequence[Sequence[int]], prompts: int, lengths: tuple[int, int], new: tuple[int, int], config: GenerationConfig, *, seed: int
@@ -93,7 +139,10 @@ def make_requests(
     if not sources:
         raise InputError(f"no text has {lengths[1]} tokens; ask for shorter prompts")
     random = np.random.default_rng(seed)
-    draw = lambda low, high: int(np.exp(random.uniform(np.log(low), np.log(high + 1))))
+
+    def draw(low, high):
+        return int(np.exp(random.uniform(np.log(low), np.log(high + 1))))
+
     requests = []
     for i in range(prompts):
         source, n = sources[random.integers(len(sources))], draw(*lengths)
@@ -129,8 +178,7 @@ def run(
     rows_of_each = min(batch_size, -(-len(requests) // max(1, len(devices))))  # as several devices have
     apart = devices if SEVERAL in ways else ()  # each has programs of its own
     alone = not apart or rows_of_each < batch_size
-    off = None if progress is None else not progress
-    with tqdm(desc="warm-up", total=(alone + len(apart)) * len(requests), unit="prompt", leave=False, disable=off) as bar:
+    with progress_bar(progress=progress, desc="warm-up", total=(alone + len(apart)) * len(requests), unit="prompt") as bar:
 
         def warm_up(own: list[jax.Device] | None, rows: int) -> None:
             # All of them, in their order: a pool of pages is as large as that asks for, and programs depend on it.
@@ -144,7 +192,7 @@ def run(
     rows, tokens, peak_bytes = [], None, None
     for way in ways:
         batch = run_batch(model, prepared, **settings | WAYS[way], devices=devices if way == SEVERAL else None)
-        bar = tqdm(batch, desc=way, total=len(requests), unit="prompt", leave=False, disable=off)
+        bar = progress_bar(batch, progress=progress, desc=way, total=len(requests), unit="prompt")
         results = {result.index: result.token_ids for result in bar}
         tokens = tokens or results
         same = sum(results[i] == tokens[i] for i in tokens) / len(tokens)
@@ -192,7 +240,10 @@ def _prefill_seconds(prepared: Prepared, strategy: Callable[..., Sampler]) -> fl
         settings = strategy(first.config), first.key[None], make_limits(model, first.config)
         prefills[n] = engine.prefill_of([first.tokens], *settings, layers=layers_at_once(model.config.num_layers, n))
     engine.compile_prefills(prefills.values())
-    prefill = lambda n: jax.block_until_ready(engine.prepare_prefill(prefills[n])())
+
+    def prefill(n):
+        return jax.block_until_ready(engine.prepare_prefill(prefills[n])())
+
     total = 0.0
     for n, alike in by_length.items():
         prefill(n)  # to warm up
@@ -200,32 +251,3 @@ def _prefill_seconds(prepared: Prepared, strategy: Callable[..., Sampler]) -> fl
         prefill(n)
         total += len(alike) * (time.perf_counter() - began)
     return total
-
-
-def table(report: BatchReport) -> Group:
-    """A table with a line for every way, and the speed-ups."""
-    head = Text.assemble((f"{report.prompts} prompts, {report.model} on {report.device}", "bold"), f", {report.date}\n")
-    grid = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    grid.add_column("")
-    for label in ("tokens/s", "slots busy", "rounds", "decode s", "prefill s", "compile s", "accepted", "same tokens"):
-        grid.add_column(label, justify="right", no_wrap=True)
-    for row in report.rows:
-        s = row.stats
-        seconds = f"{s.decode_s:.1f}", f"{s.prefill_s:.1f}", f"{s.compile_s:.1f}"
-        accepted = row.draft_acceptance_rate
-        shares = "-" if accepted is None else f"{accepted:.3f}", f"{row.same_tokens:.1%}"
-        grid.add_row(row.way, f"{row.tokens_per_second:,.1f}", f"{row.busy_slots:.1%}", f"{s.rounds:,}", *seconds, *shares)
-    simulated = "" if report.simulated_rate is None else f" Acceptance is simulated, at a rate of {report.simulated_rate:.3f}."
-    notes = f"Batch size {report.batch_size}, {report.gamma} drafts a round, {report.prompt_tokens:,} tokens in the prompts.{simulated}"
-    if report.speedup is not None:
-        alone = f"{report.decode_speedup:.2f} times in decoding alone"
-        notes += f" Refilled is {report.speedup:.2f} times as fast as fixed batches, {alone}."
-    if report.devices_speedup is not None:
-        notes += f" {report.devices} devices, each with up to as many rows, are {report.devices_speedup:.2f} times as fast as one."
-    if report.share_of_parts is not None:
-        seconds = f"{report.prefill_alone_s:.1f} s, and its rounds with all slots busy {report.decode_alone_s:.1f} s"
-        notes += f" Prefill alone takes {seconds}: together {report.share_of_parts:.0%} of what refilled takes."
-    if report.peak_bytes is not None:
-        held = f"{report.held_bytes / 1e9:.2f} GB"
-        notes += f" In use at most {report.peak_bytes / 1e9:.2f} GB, of which weights, draft and what refilled rows held {held}."
-    return Group(head, grid, Text("\n" + notes, "dim"))

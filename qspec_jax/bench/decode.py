@@ -16,22 +16,19 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
-from qspec_jax import host
-from qspec_jax.bench import streamed_step
-from qspec_jax.bench.decode_rows import Case, DecodeRow, Method, compared
-from qspec_jax.bench.decode_steps import StepsOfRound, target_bytes
+from qspec_jax.bench.decode_report import DecodeReport
+from qspec_jax.bench.decode_rows import Case, DecodeMethod, DecodeRow, compared
+from qspec_jax.bench.decode_steps import StepsOfRound
 from qspec_jax.bench.hlo import large_operations
 from qspec_jax.bench.simulated import SimulatedGreedy, ratio_of_rate
+from qspec_jax.bench.streamed_step import StreamedStep
 from qspec_jax.bench.timing import Bandwidth, copy_bandwidth, loop, read_bandwidth
 from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.host_memory import StreamedCache, to_device, to_host
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.compiled import Call
-from qspec_jax.decoding.config import AUTOREGRESSIVE, GenerationConfig
 from qspec_jax.decoding.engine import Engine
-from qspec_jax.decoding.host_residence import Residence, refused, residence
 from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.prefill import Executables
@@ -45,24 +42,11 @@ from qspec_jax.errors import HostMemoryError, InputError, is_out_of_memory, name
 from qspec_jax.evaluate.acceptance import repeated_ngrams
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
-from qspec_jax.reports import Run, this_run
+from qspec_jax.reports import progress_bar, this_run
 
 log = logging.getLogger(__name__)
 
-LONG_PREFILL_S = 20.0  # a first prefill of so many seconds is not repeated: what warming up adds to it is negligible
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeReport(Run):
-    """Whole decodes: a row for every method, gamma, context and batch size, and the rows of other programs."""
-
-    read_bandwidth_gb_per_s: float
-    model: str
-    max_new_tokens: int
-    rows: list[DecodeRow]
-    devices: int = 1  # that the model is divided over
-    copy_bandwidth_gb_per_s: float | None = None  # from host memory to the device; None where no cache is in host memory
-    allocated_bytes: int | None = None  # the most that JAX had given out of a device's memory at a time; None where it does not say
+LONG_PREFILL_S = 20.0  # a first prefill that takes longer is not repeated: what warming up adds to it is negligible
 
 
 def run(
@@ -70,7 +54,7 @@ def run(
     model: Llama,
     int4: Callable[[], Llama],
     contexts: Sequence[int],
-    methods: Sequence[Method],
+    methods: Sequence[DecodeMethod],
     gammas: Sequence[int],
     *,
     max_new_tokens: int,
@@ -84,16 +68,27 @@ def run(
 ) -> DecodeReport:
     """Measures every method at every context and batch size, those that draft with each gamma, greedy, on random prompts.
 
-    int4: makes the model with INT4 weights. rates: simulated acceptance at each context; None verifies for real. inner_rate: that of the
-    level below, in a draft that itself verifies; None: the same. batch_sizes: ascending. beside: rows of other programs, to compare with.
-    progress: a bar on standard error; None where that is a terminal. A method
-    that fails (for want of memory, say) gets a row that says so.
+    A method that fails, for lack of memory for example, gets a row that says so.
+
+    Args:
+        name: the model's, for the report.
+        model: the target.
+        int4: makes the model with INT4 weights.
+        contexts: tokens of the prompts.
+        methods: to measure.
+        gammas: numbers of drafts a round.
+        max_new_tokens: tokens that each decode adds.
+        rates: simulated acceptance at each context; None: drafts are verified.
+        inner_rate: simulated acceptance of the level below, in a draft that itself verifies; None: the same.
+        batch_sizes: rows decoded together, ascending.
+        beside: rows of other programs, to compare with.
+        repeats: timed batches of each step.
+        seed: of the random draws.
+        progress: see `reports.progress_bar`.
     """
     rows = []
     cases = [Case(method, gamma) for method in methods for gamma in method.gammas(gammas)]
-    with tqdm(
-        total=1 + len(contexts) * len(batch_sizes) * len(cases), leave=False, disable=None if progress is None else not progress
-    ) as bar:
+    with progress_bar(total=1 + len(contexts) * len(batch_sizes) * len(cases), progress=progress) as bar:
         bar.set_description("read bandwidth")
         copies = any(CacheConfig.parse(method.cache).in_host_memory for method in methods)
         bandwidth = Bandwidth(read_bandwidth(repeats=repeats), copy_bandwidth(repeats=repeats) if copies else None)
@@ -106,7 +101,7 @@ def run(
             for row in measure(model, int4, cases, prompt.tolist(), max_new_tokens, batch_sizes=batch_sizes, **settings):
                 found.append(row)
                 if progress is not False:
-                    _tell(row)
+                    _log_row(row)
                 bar.set_description(f"{context:,} tokens")
                 bar.update()
             rows += compared(found + [row for row in beside if row.context == context])
@@ -118,20 +113,20 @@ def run(
         max_new_tokens=max_new_tokens,
         rows=rows,
         devices=devices_of(model),
-        allocated_bytes=_most_allocated(),
+        allocated_bytes=_peak_allocated_bytes(),
     )
 
 
-def _most_allocated() -> int | None:
+def _peak_allocated_bytes() -> int | None:
     """See `DecodeReport.allocated_bytes`."""
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
     return max(filter(None, peaks), default=None)
 
 
-def _tell(row: DecodeRow) -> None:
+def _log_row(row: DecodeRow) -> None:
     """Logs a row once it is measured: with many batch sizes a run takes long, and may be ended before its report."""
-    told = f"{row.tokens_per_second:,.1f} tokens/s" if row.status == "measured" else f"{row.status}: {row.note}"
-    log.info("%s tokens, batch size %d, %s, gamma %d: %s", f"{row.context:,}", row.batch_size, row.method, row.gamma, told)
+    figure = f"{row.tokens_per_second:,.1f} tokens/s" if row.status == "measured" else f"{row.status}: {row.note}"
+    log.info("%s tokens, batch size %d, %s, gamma %d: %s", f"{row.context:,}", row.batch_size, row.method, row.gamma, figure)
 
 
 def measure(
@@ -148,8 +143,8 @@ def measure(
     bandwidth: Bandwidth | None = None,
     repeats: int = 20,
 ) -> Iterator[DecodeRow]:
-    """Measures each case with each batch size after these prompts of one length, and yields its row; a case that fails (for want of memory,
-    say) gets a row too.
+    """Measures each case with each batch size after these prompts of one length, and yields its row; a case that fails, for lack of memory
+    for example, gets a row too.
 
     First the drafts are made, which all stay; then, for one batch size after the other, all programs are compiled, side by side.
     batch_sizes: ascending; a prompt is read once and its row repeated. Where a case does not fit the memory, it is skipped with more rows.
@@ -159,7 +154,7 @@ def measure(
 
     def make(case: Case) -> Draft | None:
         draft = make_draft(case.method.draft, model, int4=int4)
-        config = dataclasses.replace(config_of(case, max_new_tokens), draft=draft or NONE)
+        config = dataclasses.replace(case.config(max_new_tokens), draft=draft or NONE)
         return jax.block_until_ready(prepare(model, prompts, config=config, key=key_of(seed)).draft)
 
     made = [(case, _attempt(make, case)) for case in cases]
@@ -206,15 +201,15 @@ def _results(
     settings = dict(batch_size=batch_size, rate=rate, inner_rate=inner_rate, seed=seed, began=time.perf_counter())
     pool = ThreadPoolExecutor()
     try:
-        begun: list[_Measured | _StepAlone | Exception] = []
+        begun: list[_Measured | StreamedStep | Exception] = []
         for case, draft in made:
             if isinstance(draft, Exception):
                 begun.append(draft)
-            elif bandwidth and (alone := _StepAlone.needed(model, case, len(prompts[0]), max_new_tokens, batch_size)):
+            elif bandwidth and (alone := StreamedStep.needed(model, case, len(prompts[0]), max_new_tokens, batch_size)):
                 begun.append(alone)
             else:
                 begun.append(_attempt(_Measured, model, draft, case, prompts, max_new_tokens, pool, **settings))
-        if bandwidth is not None:  # behind what takes longest to compile
+        if bandwidth is not None:  # after the programs that take longest to compile
             loops = functools.cache(loop)  # which methods share
             begun = [_attempt(one.with_steps, pool, bandwidth, loops) if isinstance(one, _Measured) else one for one in begun]
             del loops  # or no program of a step would be freed before the last row
@@ -239,49 +234,6 @@ def _attempt(function: Callable, *args, **settings):
         return error.with_traceback(None)  # whose frames would keep what they had made
 
 
-def config_of(case: Case, max_new_tokens: int) -> GenerationConfig:
-    """What a case decodes with."""
-    return GenerationConfig(
-        draft=case.method.draft,
-        cache=case.method.cache,
-        num_speculative_tokens=case.gamma,
-        max_new_tokens=max_new_tokens,
-        temperature=case.temperature,
-        ignore_eos=True,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _StepAlone:
-    """The baseline over a cache that host memory cannot hold: a step alone. unmeasured: its row without figures. capacity: of the cache, in
-    tokens. host_bytes: that are free."""
-
-    model: Llama
-    unmeasured: DecodeRow
-    found: Residence
-    capacity: int
-    host_bytes: int
-
-    @classmethod
-    def needed(cls, model: Llama, case: Case, context: int, max_new_tokens: int, batch_size: int) -> Self | None:
-        """None for another method, and where there is memory enough."""
-        cache = CacheConfig.parse(case.method.cache)
-        if case.method.name != AUTOREGRESSIVE or cache.name != "full:host=all" or devices_of(model) > 1:
-            return None
-        capacity = bucket(context) + bucket(max_new_tokens)
-        found = residence(cache, model, batch=batch_size, capacity=capacity, num_speculative_tokens=0)
-        if not refused(cache.name, found.host_bytes):
-            return None
-        row = DecodeRow(case.method.name, context, 0, "failed", temperature=case.temperature, batch_size=batch_size)
-        return cls(model, row, found, capacity, host.room_bytes(pooled=jax.default_backend() == "gpu"))
-
-    def row(self, bandwidth: Bandwidth, repeats: int) -> DecodeRow:
-        """Times it."""
-        sizes = dict(capacity=self.capacity, host_bytes=self.host_bytes, bandwidth=bandwidth, repeats=repeats)
-        read = target_bytes(self.model, "full", self.unmeasured.context, 1, self.unmeasured.batch_size)
-        return streamed_step.measured(self.unmeasured, self.model, self.found, **sizes, read_bytes=read)
-
-
 class _Measured:
     """One method after prompts of one length, with batch_size rows of each. Making the object begins to compile its programs, `with_steps`
     those of its steps alone; `row` runs them."""
@@ -304,11 +256,14 @@ class _Measured:
         self.batch_size = batch_size
         self.devices = devices_of(model)
         self.model, self.method, self.gamma, self.context = model, case.method, case.gamma, len(prompts[0])
-        self.config = config_of(case, max_new_tokens)
+        self.config = case.config(max_new_tokens)
         self.fed = 1 if self.config.cache_config.guesses else case.gamma  # tokens of a pass besides the pending one
         self.rate = rate if case.method.speculative else None
         self.inner_rate = inner_rate if self.rate is not None and _verifies(draft) else None
-        simulated = lambda: SimulatedGreedy(*(None if each is None else jnp.float32(each) for each in (self.rate, self.inner_rate)))
+
+        def simulated():
+            return SimulatedGreedy(*(None if each is None else jnp.float32(each) for each in (self.rate, self.inner_rate)))
+
         self.sampler: Sampler = make_sampler(self.config) if self.rate is None else simulated()
         self.limits = make_limits(model, self.config)
         self.engine = Engine.for_configs(model, draft, [self.config], prompt_tokens=self.context)
@@ -322,7 +277,9 @@ class _Measured:
         self._compile(pool, began)
 
     def _compile(self, pool: Executor, began: float) -> None:
-        compiled = lambda call: pool.submit(lambda: (call.compile()[0], time.perf_counter() - began))
+        def compiled(call):
+            return pool.submit(lambda: (call.compile()[0], time.perf_counter() - began))
+
         state = self.prefills[0].shapes()
         fork = self._fork_call(0, state) if self.batch_size > 1 else None
         state = state if fork is None else fork.shapes()
@@ -400,7 +357,7 @@ class _Measured:
         row = dataclasses.replace(row, steps=self.steps.timed(state, draft, loops, repeats))
         if row.round_floor_us is None:
             return row
-        # In a round every row emits so many tokens in the mean.
+        # The tokens that the rows emit in a round, on average.
         limit = self.batch_size * (row.new_tokens / row.rounds) * 1e6 / row.round_floor_us
         return dataclasses.replace(row, tokens_per_second_limit=limit)
 
@@ -413,7 +370,10 @@ class _Measured:
     ) -> int:
         """The largest of what the programs hold, with the draft as each of them has it; shared arrays count once."""
         bytes_held = functools.partial(bytes_of, on_device=True)
-        held = lambda draft: bytes_held((self.engine.target, draft)) - bytes_held(self.engine.target)
+
+        def held(draft):
+            return bytes_held((self.engine.target, draft)) - bytes_held(self.engine.target)
+
         # Decode is given the whole draft, in which arrays that are the target's would count again. Prefill runs beside the draft.
         peaks = [
             max(map(_working_bytes, prepare.values())) + held(self.engine.draft),
@@ -433,7 +393,10 @@ class _Measured:
     def _decoded(self, decode: jax.stages.Compiled, state: DecodeState, prefill_s: float) -> tuple["_Decode", DecodeState]:
         """Decodes until the first row ends, so that the batch is full throughout, the first rounds as a warm-up; also returns the state
         after it."""
-        rounds = lambda state, most: decode(*self.engine.rounds_call(state, self.sampler, self.limits, most, self.batch_size).args)
+
+        def rounds(state, most):
+            return decode(*self.engine.rounds_call(state, self.sampler, self.limits, most, self.batch_size).args)
+
         state = jax.block_until_ready(rounds(state, 2))
         before = jax.device_get((state.emitted, state.counts))
         state, decode_s = _timed(lambda: rounds(state, UNLIMITED))
@@ -457,7 +420,10 @@ class _Decode:
 
 def _totalled(row: DecodeRow, runs: Sequence[_Decode]) -> DecodeRow:
     """The row with the totals, means and rates of these decodes."""
-    total = lambda figure: sum(map(figure, runs))
+
+    def total(figure):
+        return sum(map(figure, runs))
+
     decode_s, new, drafted = total(lambda run: run.decode_s), total(lambda run: run.new_tokens), total(lambda run: run.counts.drafted)
     return dataclasses.replace(
         row,

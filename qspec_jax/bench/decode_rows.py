@@ -2,18 +2,22 @@
 
 import dataclasses
 import itertools
+import logging
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from pallas_kernels.attention.support import MAX_TOKENS
 from qspec_jax.bench.timing import Timing
 from qspec_jax.caches.registry import CacheConfig
-from qspec_jax.decoding.config import AUTOREGRESSIVE, fitting
+from qspec_jax.decoding.config import AUTOREGRESSIVE, GenerationConfig, fitting
 from qspec_jax.drafts.registry import NONE, parse_draft
 from qspec_jax.errors import InputError
 
+log = logging.getLogger(__name__)
+
 
 @dataclasses.dataclass(frozen=True)
-class Method:
+class DecodeMethod:
     """A method of decoding. cache: the text of the target's, such as "full" or "int8:host=lower". draft: that of its draft, or "none"."""
 
     name: str
@@ -33,27 +37,50 @@ class Method:
 METHODS = {
     method.name: method
     for method in (
-        Method(AUTOREGRESSIVE, "full"),
-        Method("autoregressive-int8", "int8"),
-        Method("quantspec", "int8", "quantspec"),
-        Method("quantspec-kv-only", "int8", "quantspec:weight_bits=16"),
-        Method("quantspec-weights-only", "full", "quantspec"),
+        DecodeMethod(AUTOREGRESSIVE, "full"),
+        DecodeMethod("autoregressive-int8", "int8"),
+        DecodeMethod("quantspec", "int8", "quantspec"),
+        DecodeMethod("quantspec-kv-only", "int8", "quantspec:weight_bits=16"),
+        DecodeMethod("quantspec-weights-only", "full", "quantspec"),
     )
 }
 
 
 class Case(NamedTuple):
-    """A method with the settings to measure it at. gamma: drafts in a round, 0 for methods that do not draft."""
+    """A method with the settings to measure it at.
 
-    method: Method
+    Attributes:
+        method: the method.
+        gamma: drafts of a round, 0 for methods that do not draft.
+        temperature: that tokens are drawn with.
+    """
+
+    method: DecodeMethod
     gamma: int
     temperature: float = 0.0
+
+    def config(self, max_new_tokens: int) -> GenerationConfig:
+        """The settings of its decodes."""
+        return GenerationConfig(
+            draft=self.method.draft,
+            cache=self.method.cache,
+            num_speculative_tokens=self.gamma,
+            max_new_tokens=max_new_tokens,
+            temperature=self.temperature,
+            ignore_eos=True,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class StepTiming:
-    """Time of one step; the bytes that it must read on each device (0: not counted), and those that it must copy from host memory
-    meanwhile; and its floor, the longer of what the two take at the bandwidths measured in the same run, as a share of the time."""
+    """Time of one step of a round.
+
+    Attributes:
+        timing: of the step.
+        bytes: that it must read on each device; 0: not counted.
+        share: the longer of the times of reading `bytes` and copying `host_bytes`, at bandwidths measured in the same run, over the time.
+        host_bytes: that it must copy from host memory meanwhile.
+    """
 
     timing: Timing
     bytes: int
@@ -69,24 +96,37 @@ class StepTiming:
 class DecodeRow:
     """Figures of one method at one context, over one prompt or several that were decoded one after the other.
 
-    cache: the text of the target's; None where it was not measured. batch_size: rows that decode each prompt together, alike but for their
-    random draws. status: "measured", "failed", or "skipped" where
-    fewer rows did not fit the memory.
-    decode_s: seconds of all prompts together, for `new_tokens`, after a warm-up; prefill_s: seconds for one prompt. compile_s: seconds from
-    when all programs of a context and batch size begin to be compiled, side by side, until prefill and decode are. new_tokens, rounds,
-    flushes: of all rows together.
-    tokens_per_second: of all rows together; ms_per_token: from one token of a row to its next, in the mean.
-    steps: "target" (verifies all drafts and one token more), "draft", "sampling", "flush due", "flush not due".
-    simulated_rate: chance that a draft is accepted, given those before it; None where nothing is simulated. simulated_inner_rate: that of
-    the level below, in a draft that itself verifies; None where no other is given. simulated_ratio: accepted over
-    drafted tokens that this rate gives in the mean; acceptance_ratio: the same as it came out. repeated_ngrams: share of the new text's,
-    as in evaluate/acceptance.py.
-    speedup: over the autoregressive row of the same context, batch size and temperature. byte_limit: the speed-up by the byte model, if
-    every step took no longer than reading its bytes; share_of_limit: speedup over byte_limit. tokens_per_second_limit: tokens_per_second by
-    the same model.
-    peak_memory_bytes: what the largest of prefill, decode and, between them, the making of a batch of rows holds, by their executables, and
-    the draft, on each device. large_operations: operations of the size of a cache or more in the compiled loop; there should be none. None
-    where a step alone was measured, which the note says.
+    Attributes:
+        method: its name.
+        context: tokens of each prompt.
+        gamma: drafts of a round; 0 without drafts.
+        status: "measured", "failed", or "skipped" if fewer rows did not fit the memory.
+        note: why there are no figures, or how they came about.
+        cache: the text of the target's cache; None if it was not measured.
+        temperature: that tokens were drawn with.
+        batch_size: rows that decode each prompt together; they differ in their random draws alone.
+        simulated_rate: the chance that a draft is accepted, given those before it; None: drafts are verified.
+        simulated_inner_rate: that of the level below, in a draft that itself verifies; None: the same.
+        simulated_ratio: accepted over drafted tokens that simulated_rate gives on average.
+        prefill_s: seconds for one prompt.
+        compile_s: seconds from when all programs of a context and batch size begin to be compiled, side by side, until prefill and decode
+            are compiled.
+        decode_s: seconds of all prompts together, for `new_tokens`, after a warm-up.
+        new_tokens, rounds, flushes: of all rows together.
+        acceptance_ratio: accepted over drafted tokens.
+        repeated_ngrams: share of the new text's n-grams, as in evaluate/acceptance.py.
+        tokens_per_second: of all rows together.
+        tokens_per_second_limit: the same by the byte model, if every step took no longer than reading its bytes.
+        ms_per_token: from one token of a row to its next, on average.
+        speedup: over the autoregressive row of the same context, batch size and temperature.
+        byte_limit: the speed-up by the byte model.
+        share_of_limit: speedup over byte_limit.
+        steps: "target" (verifies all drafts and one token more), "draft", "sampling", "flush due", "flush not due".
+        cache_bytes: of all layers and rows.
+        peak_memory_bytes: the most that prefill, decode or, between them, the making of a batch of rows holds on each device, by their
+            executables, with the draft.
+        large_operations: operations of the size of a cache or more in the compiled loop; there should be none. None if a step alone was
+            measured, which the note says.
     """
 
     method: str
@@ -121,7 +161,7 @@ class DecodeRow:
 
     @property
     def round_floor_us(self) -> float | None:
-        """What the steps of a round take at least; None where they were not measured, or nobody knows what the draft reads."""
+        """The least time of the steps of a round; None if they were not measured, or if the bytes that the draft reads are not counted."""
         needed = {"target": 1, **({"draft": self.gamma} if self.gamma else {})}
         if not all(name in self.steps and self.steps[name].bytes for name in needed):
             return None
@@ -130,13 +170,19 @@ class DecodeRow:
 
 def select_methods(
     names: Iterable[str], drafts: Iterable[str] = (), caches: Iterable[str] = (), *, baseline_cache: str = "full"
-) -> list[Method]:
-    """These methods, and one for each text of a draft over each of these caches ("int8", if there are none), beside the baseline; without
-    any, the baseline and quantspec. Draft "none" decodes one by one. A draft and a cache that do not go together are left out, and this is
-    logged.
+) -> list[DecodeMethod]:
+    """The methods to measure: those of `names`, and each draft over each cache, beside the baseline.
 
-    baseline_cache: of the baseline. Raises InputError for an unknown method, draft or cache, for caches without drafts, and where no draft
-    goes with any of them.
+    A draft and a cache that are not compatible are left out, and this is logged.
+
+    Args:
+        names: keys of `METHODS`; without names and drafts the baseline and quantspec.
+        drafts: texts of drafts; "none" decodes one token at a time.
+        caches: texts of the caches of the drafts; "int8", if there are none.
+        baseline_cache: the cache of the baseline.
+
+    Raises:
+        InputError: for an unknown method, draft or cache, for caches without drafts, and if no draft is compatible with any of the caches.
     """
     caches = list(caches)
     for cache in (*caches, baseline_cache):
@@ -151,21 +197,52 @@ def select_methods(
         raise InputError("--cache is the cache of drafts; give one with --draft, or --draft none")
     chosen = {name: METHODS[name] for name in names or ([] if drafts else [AUTOREGRESSIVE, "quantspec"])}
     if AUTOREGRESSIVE in chosen:
-        chosen[AUTOREGRESSIVE] = Method(AUTOREGRESSIVE, baseline_cache)
+        chosen[AUTOREGRESSIVE] = DecodeMethod(AUTOREGRESSIVE, baseline_cache)
     elif baseline_cache != "full":
         raise InputError(f"--baseline-cache is of the method {AUTOREGRESSIVE}, which is not among those asked for")
     pairs = itertools.product(drafts, caches or [None])
     for config in fitting((text, cache) for text, cache in pairs if caches or parse_draft(text) is not None):
         cache = config.cache or config.cache_config.kind
         name = f"{config.draft}, {cache}" if caches else config.draft
-        chosen[name] = Method(name, cache, config.draft)
+        chosen[name] = DecodeMethod(name, cache, config.draft)
     return list(chosen.values())
+
+
+def select_gammas(given: Sequence[int] | None, default: Sequence[int], max_new_tokens: int, methods: Sequence[DecodeMethod]) -> list[int]:
+    """The numbers of drafts a round to measure with, each once.
+
+    Args:
+        given: those that were asked for; None or none: `default`.
+        max_new_tokens: tokens that each decode adds.
+        methods: that are measured.
+
+    Raises:
+        InputError: for a number that the kernels cannot verify, and if one of the methods has fewer than four rounds.
+    """
+    gammas = list(dict.fromkeys(given or default))
+    if given and not any(method.speculative for method in methods):
+        log.warning("--gamma makes no difference: no method has drafts for the target to verify")
+    for gamma in gammas:
+        check_gamma(gamma)
+    for gamma in (gamma for method in methods for gamma in method.gammas(gammas)):
+        if max_new_tokens < 4 * (gamma + 1):
+            raise InputError(f"--max-new-tokens {max_new_tokens} should be at least {4 * (gamma + 1)}, four rounds of --gamma {gamma}")
+    return gammas
+
+
+def check_gamma(gamma: int) -> None:
+    """Raises InputError for more drafts than the kernels verify at once."""
+    if not 1 <= gamma < MAX_TOKENS:
+        raise InputError(f"--gamma {gamma} should be from 1 to {MAX_TOKENS - 1}, which is what the kernels verify at once")
 
 
 def compared(rows: Sequence[DecodeRow]) -> list[DecodeRow]:
     """The rows of one temperature with what the baseline of the same context and batch size makes of them; with the byte model's limit, if
     steps were measured."""
-    place = lambda row: (row.context, row.batch_size)
+
+    def place(row):
+        return (row.context, row.batch_size)
+
     baselines = {place(row): row for row in rows if row.method == AUTOREGRESSIVE and row.ms_per_token}
 
     def with_baseline(row: DecodeRow) -> DecodeRow:

@@ -31,7 +31,7 @@ PLANES = {"full": None, "int8": BOTH_PLANES.planes}
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class TimedStep:
     """A step to be timed: tokens, cache, state = function(tokens, cache, state, *inputs), where the state is the draft's in a step of the
     draft. seconds: about how long it takes. bytes: what it must read on the device (0: not counted). host_bytes: what it copies to it."""
 
@@ -65,7 +65,7 @@ class StepsOfRound:
     gamma: int
     bandwidth: Bandwidth
 
-    def of(self, state: DecodeState, draft: Draft | None) -> list[Step]:
+    def of(self, state: DecodeState, draft: Draft | None) -> list[TimedStep]:
         """The steps. state: the one after prefill, with the rows of the batch. Of both arguments the shapes are enough to compile them."""
         lengths, B = state.cache.lengths, self.batch_size
         width, vocabulary = self.gamma + 1, self.target.model.config.vocab_size
@@ -79,11 +79,11 @@ class StepsOfRound:
             steps.append(self._draft_step(lengths, draft))
         # Goes through the logits a few times.
         seconds = max(5e-5, self.bandwidth.seconds(4 * logits.nbytes))
-        steps.append(Step("sampling", _sampled, (self.sampler, logits, proposals, eligible, keys, positions), seconds))
+        steps.append(TimedStep("sampling", _sampled, (self.sampler, logits, proposals, eligible, keys, positions), seconds))
         if (size := self.cache_config.schedule_for(self.target.model.config.head_dim).flush_size) is not None:
             for name, buffered, seconds in ("flush due", 2 * size, 5e-4), ("flush not due", size, 2.5e-5):
                 at = dataclasses.replace(lengths, buffered=jnp.full(B, buffered, jnp.int32))
-                steps.append(Step(name, _flushed, (at,), seconds))
+                steps.append(TimedStep(name, _flushed, (at,), seconds))
         return steps
 
     def timed(
@@ -101,7 +101,7 @@ class StepsOfRound:
             timings[step.name] = StepTiming(timing, step.bytes, share, step.host_bytes)
         return timings
 
-    def _verification(self, lengths: Lengths, *, observed: bool) -> Step:
+    def _verification(self, lengths: Lengths, *, observed: bool) -> TimedStep:
         width, B = self.gamma + 1, self.batch_size
         model = self.target.model
         if of_row := self.shapes.bytes_of_pass(self.context + width):
@@ -110,7 +110,7 @@ class StepsOfRound:
             size, copied = target_bytes(model, self.cache_config.kind, self.context, width, B), _copied_bytes(self.shapes)
         return self._step("target", _verified_and_observed if observed else _verified, (lengths, self.target), size, copied)
 
-    def _draft_step(self, lengths: Lengths, draft: StepwiseDraft) -> Step:
+    def _draft_step(self, lengths: Lengths, draft: StepwiseDraft) -> TimedStep:
         tokens, B = self.context + 1, self.batch_size
         of_row = self.shapes.bytes_of_pass(tokens)
         if of_row and isinstance(draft, ModelDraft) and not draft.own_cache:
@@ -120,8 +120,8 @@ class StepsOfRound:
             size = step_bytes(draft, self.cache_config, tokens, batch=B, on_device=True)
         return self._step("draft", _drafted, (lengths, draft), 0 if self._draft_copies(draft) else size)
 
-    def _step(self, name: str, function: Callable, inputs: tuple, size: int, host_bytes: int = 0) -> Step:
-        return Step(name, function, inputs, max(5e-5, self.bandwidth.seconds(size, host_bytes)), size, host_bytes)
+    def _step(self, name: str, function: Callable, inputs: tuple, size: int, host_bytes: int = 0) -> TimedStep:
+        return TimedStep(name, function, inputs, max(5e-5, self.bandwidth.seconds(size, host_bytes)), size, host_bytes)
 
     def _draft_copies(self, draft: StepwiseDraft) -> bool:
         """Whether a step of the draft may copy something of the target's cache from host memory. What that takes is not counted."""

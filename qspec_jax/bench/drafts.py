@@ -9,10 +9,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 import jax
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
-from tqdm import tqdm
+from rich.console import RenderableType
 
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
@@ -20,7 +17,7 @@ from qspec_jax.decoding.prepare import Prepared, prepare
 from qspec_jax.decoding.resolve import resolve_auto_draft
 from qspec_jax.drafts.registry import NONE, make_draft
 from qspec_jax.models.llama import Llama
-from qspec_jax.reports import Run, this_run
+from qspec_jax.reports import Run, grid, page, progress_bar, this_run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +26,7 @@ class DraftRow:
 
     Attributes:
         draft: as it was asked for.
-        settled: what it came to, another text for "auto".
+        settled: the draft that decoded, another text for "auto".
         cache: the target's.
         gamma: drafts of a round, 0 without a draft.
         tokens_per_second: of each turn.
@@ -72,6 +69,22 @@ class DraftsReport(Run):
     turns: int
     rows: list[DraftRow]
 
+    def table(self) -> RenderableType:
+        """A line for each draft and cache."""
+        figures = ("gamma", "tokens/s", "lowest", "highest", "tokens a round", "of none", "of none, same cache")
+        found = grid("draft", "cache", *figures, left=("draft", "cache"), wraps=("draft", "cache"))
+        for row in self.rows:
+            draft = row.draft if row.settled == row.draft else f"{row.draft} ({row.settled})"
+            speeds = [f"{speed:,.1f}" for speed in (row.median, min(row.tokens_per_second), max(row.tokens_per_second))]
+            ratios = [f"{ratio:.2f}" for ratio in (row.tokens_per_round, row.to_none, row.to_same_cache)]
+            found.add_row(draft, row.cache, str(row.gamma), *speeds, *ratios)
+        title = f"Decode of {self.model} ({self.parameters / 1e6:,.0f} M parameters, {self.dtype}) on {self.device}"
+        note = (
+            f"{self.max_new_tokens} new tokens after {self.context:,}, batch 1; medians of {self.turns} turns. of none: the speed as a "
+            "share of that of draft none with its own cache, full, and with the cache of the line."
+        )
+        return page(title, f", {self.date}", found, notes=[note])
+
 
 @dataclasses.dataclass(frozen=True)
 class _Way:
@@ -107,7 +120,7 @@ def run(
         gamma: drafts of a round; None for each draft's default.
         max_new_tokens: tokens that each decode adds.
         turns: how many.
-        progress: a bar on standard error; None where that is a terminal.
+        progress: see `reports.progress_bar`.
     """
     shared = dict(max_new_tokens=max_new_tokens, num_speculative_tokens=gamma, ignore_eos=True)
 
@@ -121,7 +134,7 @@ def run(
     ways = [way(NONE, None), *(way(NONE, kind) for kind in kinds if kind != "full"), *drafted]
     speeds: list[list[float]] = [[] for _ in ways]
     rounds = [1.0] * len(ways)
-    with tqdm(total=(turns + 1) * len(ways), leave=False, disable=None if progress is None else not progress) as bar:
+    with progress_bar(total=(turns + 1) * len(ways), progress=progress) as bar:
         for turn in range(turns + 1):
             for i in [*range(turn % len(ways), len(ways)), *range(turn % len(ways))]:  # each comes after every other one at times
                 bar.set_description(f"turn {turn} of {turns}: {ways[i].asked}")
@@ -132,7 +145,10 @@ def run(
                 bar.update()
     caches = [each.config.cache or each.config.cache_config.kind for each in ways]
     baseline = {kind: i for i, kind in reversed(list(enumerate(caches))) if ways[i].asked == NONE}
-    ratio = lambda i, j: statistics.median(mine / theirs for mine, theirs in zip(speeds[i], speeds[j], strict=True))
+
+    def ratio(i, j):
+        return statistics.median(mine / theirs for mine, theirs in zip(speeds[i], speeds[j], strict=True))
+
     rows = [
         DraftRow(
             draft=each.asked,
@@ -157,26 +173,3 @@ def run(
         turns=turns,
         rows=rows,
     )
-
-
-def table(report: DraftsReport) -> Group:
-    """A table with a line for each draft and cache."""
-    grid = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for label in ("draft", "cache"):
-        grid.add_column(label)
-    for label in ("gamma", "tokens/s", "lowest", "highest", "tokens a round", "of none", "of none, same cache"):
-        grid.add_column(label, justify="right", no_wrap=True)
-    for row in report.rows:
-        draft = row.draft if row.settled == row.draft else f"{row.draft} ({row.settled})"
-        speeds = [row.median, min(row.tokens_per_second), max(row.tokens_per_second)]
-        figures = [str(row.gamma), *(f"{speed:,.1f}" for speed in speeds), f"{row.tokens_per_round:.2f}"]
-        grid.add_row(draft, row.cache, *figures, f"{row.to_none:.2f}", f"{row.to_same_cache:.2f}")
-    head = Text.assemble(
-        (f"Decode of {report.model} ({report.parameters / 1e6:,.0f} M parameters, {report.dtype}) on {report.device}", "bold"),
-        f", {report.date}\n",
-    )
-    notes = (
-        f"{report.max_new_tokens} new tokens after {report.context:,}, batch 1; medians of {report.turns} turns. of none: the speed as a "
-        "share of that of draft none with its own cache, full, and with the cache of the line."
-    )
-    return Group(head, grid, Text(f"\n{notes}", "dim"))

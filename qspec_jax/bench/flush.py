@@ -36,7 +36,7 @@ class FlushRow:
         due: every row of the batch flushes.
         not_due: no row does, and only the question costs.
         attention_us: microseconds of attention in a round of gamma drafts, all layers together.
-        share_of_round: mean time of flushing over attention_us if every draft is accepted, which flushes most often.
+        share_of_round: the average time of flushing over attention_us if every draft is accepted, which flushes most often.
         error: why there are no figures; empty if there are.
     """
 
@@ -60,7 +60,7 @@ class FlushReport(Run):
     def table(self) -> RenderableType:
         """A line for each shape."""
         labels = ("layers", "due us", "a layer", "MB", "not due us", "gamma", "attention us", "of a round")
-        found = grid("shape", *labels, "", left=("shape", ""))
+        found = grid("shape", *labels, "", left=("shape", ""), wraps=("shape", ""))
         for row in self.rows:
             figures = ["-"] * 7
             if row.due:
@@ -108,8 +108,11 @@ def _measured(row: FlushRow, shape: AttentionShape, repeats: int) -> FlushRow:
     def flushed(buffered: int, seconds: float) -> Timing:
         layers = tuple(random_problem(shape, seed)[1] for seed in range(row.layers))
         lengths = Lengths(jnp.zeros(B, jnp.int32), jnp.full(B, buffered, jnp.int32))
+
         # The lengths stay, so that every trip does the same.
-        trip = lambda cache, lengths: (dataclasses.replace(cache.flush()[0], lengths=lengths),)
+        def trip(cache, lengths):
+            return (dataclasses.replace(cache.flush()[0], lengths=lengths),)
+
         carry, trips = (HierarchicalCache(layers, jax.tree.map(jnp.copy, lengths), CacheConfig.scheme),), loop_trips(row.layers * seconds)
         program, _ = loop(trip, trips).compile(carry, (lengths,))
         return time_loop(program, trips, carry, (lengths,), repeats=repeats)[0]

@@ -68,8 +68,8 @@ class KernelReport(Run):
 
     def table(self) -> RenderableType:
         """Device and versions, the rows of each shape, and below them what was not measured and how the rest was."""
-        figures = ("median us", "quartiles", "MB", "GB/s", "of read", "vs best peer", "error")
-        found = grid("shape", "implementation", *figures, "note", left=("shape", "implementation", "note"))
+        figures, texts = ("median us", "quartiles", "MB", "GB/s", "of read", "vs best peer", "error"), ("shape", "implementation", "note")
+        found = grid("shape", "implementation", *figures, "note", left=texts, wraps=texts)
         for name, shape in self.shapes.items():
             rows = [row for row in self.rows if row.shape == name and row.status != "unavailable"]
             rows.sort(key=lambda row: (row.peer, row.timing.median_us if row.timing else float("inf")))
@@ -79,7 +79,7 @@ class KernelReport(Run):
             found.add_section()
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         beside = f", {self.date}: reads {self.read_bandwidth_gb_per_s:,.0f} GB/s\n{versions}"
-        return page(f"{self.TITLE} on {self.device}", beside, Text(), found, notes=[*self._remarks(), *self.NOTES])
+        return page(f"{self.TITLE} on {self.device}", beside, found, notes=[*self._remarks(), *self.NOTES])
 
     def _remarks(self) -> list[str]:
         missing = defaultdict(list)

@@ -25,8 +25,8 @@ ROTATED_BYTES = 1.5e9
 LAPPED_BYTES, MAX_LAPS = 2e10, 256
 MAX_INPUTS = 64
 BATCH_SECONDS = 0.02
-# A loop makes so many trips, at least and at most, that the host can launch the next meanwhile. Where even the least would take longer than
-# LONG_SECONDS, it makes fewer.
+# The fewest and the most trips of a loop, long enough for the host to launch the next one meanwhile. If even the fewest take longer than
+# LONG_SECONDS, a loop makes fewer.
 LOOP_SECONDS, LOOP_TRIPS = 0.05, (16, 1024)
 LONG_SECONDS = 1.0
 
@@ -63,7 +63,7 @@ class Bandwidth:
     copy: float | None = None
 
     def seconds(self, size: int, host_bytes: int = 0) -> float:
-        """That reading so many bytes and copying so many others take at least, side by side."""
+        """The least time of reading `size` bytes and copying `host_bytes` others side by side."""
         return max(size / self.read, host_bytes / self.copy if host_bytes else 0) / 1e9
 
 
@@ -117,12 +117,15 @@ def time_in_place(function: Callable, x: jax.Array, kept: Sequence, inputs: Sequ
             new.append(state)
         return x, tuple(new), tuple(outs[-len(inputs) :])
 
-    # All results are kept: XLA would leave out a call that nobody needs.
+    # All results are kept: XLA would leave out a call whose result is not used.
     outs = tuple(jax.tree.map(jnp.zeros_like, jax.eval_shape(call, x, state, *values)[0]) for state, values in zip(kept, inputs))
     carry = jnp.copy(x), tuple(kept), outs
     program, _ = loop(lap, laps, one_by_one=True).compile(carry, inputs)
     timing, _ = time_loop(program, laps, carry, inputs, repeats=repeats)
-    each = lambda us: us / len(inputs)
+
+    def each(us):
+        return us / len(inputs)
+
     return dataclasses.replace(
         timing,
         median_us=each(timing.median_us),
@@ -184,12 +187,15 @@ def loop(function: Callable, trips: int, *, one_by_one: bool = False, options: d
 
     one_by_one: whether calls that do not need each other's results wait for each other all the same. options: of XLA, besides.
     """
-    program = lambda carry, inputs: lax.fori_loop(0, trips, lambda _, carry: function(*carry, *inputs), carry)
+
+    def program(carry, inputs):
+        return lax.fori_loop(0, trips, lambda _, carry: function(*carry, *inputs), carry)
+
     return Compiled(program, passes=True, donate_argnums=0, compiler_options=(_one_by_one() or {} if one_by_one else {}) | (options or {}))
 
 
 def loop_trips(seconds: float) -> int:
-    """How many trips a loop should make, each of which takes about so many seconds."""
+    """The number of trips that a loop should make, each of which takes about `seconds`."""
     least, most = LOOP_TRIPS
     return min(most, max(min(least, math.ceil(LONG_SECONDS / seconds)), math.ceil(LOOP_SECONDS / seconds)))
 
@@ -279,8 +285,11 @@ def read_bandwidth(*, repeats: int) -> float:
         rows = size // 2 // columns
         keys = [jax.random.key(seed, impl="unsafe_rbg") for seed in range(2)]
         inputs = [(jax.random.normal(key, (rows, columns), jnp.bfloat16),) for key in keys]
+
         # The sums of the call before enter, as a query would.
-        total = lambda before, x: x.sum(1, dtype=jnp.float32) + 0 * before
+        def total(before, x):
+            return x.sum(1, dtype=jnp.float32) + 0 * before
+
         return size / time_jax(total, jnp.zeros(rows, jnp.float32), inputs, repeats=repeats).median_us / 1e3
 
     return max(map(of_rows, (16384,) if cpu else (4096, 16384, 65536)))

@@ -83,7 +83,7 @@ def _figures(model, context: int, seed: int) -> dict:
     warm_s = time.perf_counter() - began
     runs = [decode_times(model, prompt, NEW_TOKENS, static=True) for _ in range(REPEATS)]
     prefill_s = statistics.median(prefill_s for prefill_s, *_ in runs)
-    # Not the sum: a run may begin with recording graphs anew.
+    # Not the sum: a run may begin with recording graphs again.
     token_s = statistics.median(interval for _, intervals, _ in runs for interval in intervals)
     cuda = model.device.type == "cuda"
     return {

@@ -8,10 +8,30 @@ import sys
 
 from qspec_jax.cli import process
 
+# Modules of which messages of the level INFO are shown.
+INFORMING = (
+    "cli.generate",  # which draft was chosen
+    "decoding.resolve",  # which draft was chosen
+    "decoding.skip_search",  # which layers it skips
+    "decoding.capacity",  # how many rows fit
+    "decoding.host_residence",  # how many layers of a cache in host memory are resident
+    "evaluate.harness",  # which settings of sampling a task has
+    "bench.batch",  # each row as it is measured
+    "bench.decode",  # each row as it is measured
+    "bench.end_to_end",  # each row as it is measured
+    "training.embedded_model",  # what is trained on
+)
+
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs a command, that of the process if no arguments are given. Exits with 0; with 2 for bad input; 1 where `verify` finds a
-    difference, and where the GPU fails; 130 after Ctrl-C, 143 after SIGTERM, and 141 where nobody reads standard output any more."""
+    """Runs a command and exits.
+
+    The exit code is 0; 2 for bad input; 1 if `verify` finds a difference or the GPU fails; 130 after Ctrl-C, 143 after SIGTERM, and 141
+    if the reader of standard output has left.
+
+    Args:
+        arguments: of the command; None: those of the process.
+    """
     own = arguments is None
     if own:
         process.begin()
@@ -21,15 +41,9 @@ def main(arguments: list[str] | None = None) -> None:
     from qspec_jax.errors import InputError, is_out_of_memory
 
     logging.basicConfig(format="qspec: %(message)s", level=logging.WARNING, stream=sys.stderr)
-    for place in ("cli.generate", "decoding.resolve"):
-        logging.getLogger(f"qspec_jax.{place}").setLevel(logging.INFO)  # which draft was chosen
-    logging.getLogger("qspec_jax.decoding.skip_search").setLevel(logging.INFO)  # which layers it skips
-    logging.getLogger("qspec_jax.decoding.capacity").setLevel(logging.INFO)  # how many rows fit
-    logging.getLogger("qspec_jax.decoding.host_residence").setLevel(logging.INFO)  # how many layers of a cache in host memory do
-    logging.getLogger("qspec_jax.evaluate.harness").setLevel(logging.INFO)  # which settings of sampling a task has
+    for module in INFORMING:
+        logging.getLogger(f"qspec_jax.{module}").setLevel(logging.INFO)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # which warns of what a task leaves to defaults
-    for benchmark in ("batch", "decode", "end_to_end"):
-        logging.getLogger(f"qspec_jax.bench.{benchmark}").setLevel(logging.INFO)  # each row as it is measured
     try:
         code = _run(sys.argv[1:] if own else list(arguments), own)
         sys.stdout.flush()
@@ -56,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
         else:
             message = _message(error)
             code = _fail(message) if message else 2
-    if code == 130:  # which typer makes of both signals
+    if code == 130:  # typer's for both signals
         code = process.interrupted()
     if code and own:
         # Threads of XLA and TensorStore may be at work still: Python would wait for them, report their errors, or crash.
@@ -84,7 +98,7 @@ def _run(arguments: list[str], own: bool) -> int | None:
     return app(args=arguments, prog_name="qspec", standalone_mode=False)
 
 
-# What a value should be, by the name that pydantic has for the reason why it refuses another.
+# What a value should be, by pydantic's name of the reason why it refuses another.
 SHOULD_BE = {
     "int_parsing": "a whole number",
     "int_parsing_size": "a smaller number",

@@ -1,4 +1,5 @@
-"""The commands: `qspec demo`, `generate`, `doctor`, `convert`, `verify`, `export`, `info`, `plan`, `batch`, `eval ...`, `bench ...`.
+"""The commands: `qspec demo`, `generate`, `doctor`, `convert`, `verify`, `export`, `info`, `plan`, `batch`, `eval ...`, `bench ...`,
+`train ...`.
 
 With --json, standard output is one JSON object. `qspec_jax.cli.main` runs them.
 """
@@ -17,10 +18,12 @@ from qspec_jax.cli.evaluate import evaluations
 from qspec_jax.cli.generate import generate_command
 from qspec_jax.cli.info import info
 from qspec_jax.cli.plan import plan
+from qspec_jax.cli.train import trainings
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(evaluations, name="eval")
 app.add_typer(benchmarks, name="bench")
+app.add_typer(trainings, name="train")
 app.add_typer(conversions)
 for name, command in {"demo": demo, "generate": generate_command, "batch": batch, "doctor": doctor, "info": info, "plan": plan}.items():
     app.command(name)(command)
@@ -42,7 +45,7 @@ def _options(
 
     To begin with: `qspec demo` shows what it does, with a model that is here.
 
-    `qspec doctor --model DIR` says whether your checkpoint and machine go together, and which kernels will run.
+    `qspec doctor --model DIR` checks that your checkpoint fits this machine, and says which kernels will run.
 
     `qspec generate --model DIR --prompt TEXT` continues a text; `qspec batch` does that with a file of them.
     """

@@ -35,7 +35,7 @@ def doctor(
     model: Annotated[
         Path | None, typer.Option(help="Checkpoint directory, or ORG/NAME on the Hub: the embedded model, if not given.")
     ] = None,
-    arch: Annotated[str | None, typer.Option(help="A known shape in place of a checkpoint, see `qspec plan`.")] = None,
+    arch: Annotated[str | None, typer.Option(help="A known shape instead of a checkpoint, see `qspec plan`.")] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens of the prompt that should fit.")] = 4096,
     max_new_tokens: Annotated[
         int | None,
@@ -49,7 +49,7 @@ def doctor(
     """Devices, versions, and the kernels that would run. If something is wrong, the exit code is 2, and a line says what to do."""
     diagnosis.check_backend()
     if arch is not None and model is not None:
-        raise InputError("one of --arch and --model should be given")
+        raise InputError("--arch and --model exclude each other; give one of them")
     config = architecture(arch) if arch else config_and_dtype(model or demo.MODEL)[0]
     room = config.max_length - context
     if room < (max_new_tokens or 1):

@@ -23,7 +23,7 @@ CONTEXTS = (4096, 32768, 131072)
 
 def plan(
     arch: Annotated[str | None, typer.Option(help=f"A known shape, with 2^20 positions: {', '.join(ARCHITECTURES)}.")] = None,
-    model: Annotated[Path | None, typer.Option(help="A checkpoint directory in place of --arch; its config.json alone is read.")] = None,
+    model: Annotated[Path | None, typer.Option(help="A checkpoint directory, instead of --arch; its config.json alone is read.")] = None,
     device: Annotated[
         str, typer.Option(metavar="NAME|FILE", help=f"One of {', '.join(DEVICES)}, or a JSON file that describes one.")
     ] = "h100",
@@ -71,7 +71,7 @@ def plan(
 ):
     """What pays on which GPU, by arithmetic. Intensity, memory, the time of each step and the speed-up of each draft."""
     if (arch is None) == (model is None):
-        raise InputError("one of --arch and --model should be given")
+        raise InputError("give one of --arch and --model")
     gammas = list(dict.fromkeys(num_speculative_tokens or planning.GAMMAS))
     batches = list(dict.fromkeys(batch or [1]))
     for option, numbers, most in ("--batch", batches, 1 << 16), ("--gamma", gammas, MAX_TOKENS - 1):

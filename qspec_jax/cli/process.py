@@ -1,6 +1,6 @@
 """The program as a process: its signals, its standard streams, its version.
 
-It is imported before all else and imports next to nothing itself: until `begin` has run, Ctrl-C shows a traceback.
+It is imported first and imports next to nothing itself: until `begin` has run, Ctrl-C shows a traceback.
 """
 
 import os
@@ -13,7 +13,7 @@ UNHANDLED_SECONDS = 2  # after a signal, in which native code may keep Python fr
 
 # The signals that raised KeyboardInterrupt, and when (time.monotonic). The exit code is that of the last.
 _received: list[tuple[int, float]] = []
-_handled_at = 0.0  # when Python last handled a signal, be it by ignoring it
+_handled_at = 0.0  # when Python last handled or ignored a signal
 _finished = False  # whether all is done with exit code 0
 endings: list = []  # functions that are called where a signal ends the process without KeyboardInterrupt
 
@@ -52,7 +52,10 @@ def begin() -> None:
             os.fstat(descriptor)
         except OSError:
             _open_nothing(flags)
-    as_file = lambda stream, descriptor: stream or os.fdopen(descriptor, "w", encoding="utf-8", closefd=False)
+
+    def as_file(stream, descriptor):
+        return stream or os.fdopen(descriptor, "w", encoding="utf-8", closefd=False)
+
     sys.stdout, sys.stderr = _Output(as_file(sys.stdout, 1)), _Messages(as_file(sys.stderr, 2))
     # A terminal may know fewer characters than a text has, and no encoding knows half a character.
     for stream in (sys.stdout, sys.stderr):
@@ -81,15 +84,15 @@ def _end_after_others() -> None:
 
 
 def _on_signals(handler) -> None:
-    """Handles Ctrl-C and SIGTERM, except one that whoever started the process wants to be ignored, as nohup and a shell's trap '' do."""
+    """Handles Ctrl-C and SIGTERM, except one that the process was started to ignore, as by nohup and a shell's trap ''."""
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)
 
 
 def _open_nothing(flags: int) -> None:
-    """Opens what nobody can read or write, neither by its number nor by another name such as /dev/stdout: Linux has that for a symbolic
-    link itself. Elsewhere it is the null device, and flags leave out what the stream is for."""
+    """Opens a file that can be neither read nor written, by its number or by another name such as /dev/stdout: on Linux a symbolic link
+    itself. Elsewhere it is the null device, and flags leave out what the stream is for."""
     try:
         os.open("/proc/self", os.O_PATH | os.O_NOFOLLOW)
     except (AttributeError, OSError):
@@ -162,7 +165,7 @@ def _end_where_python_waits(pipe: int) -> None:
         if not handled and number in (signal.SIGINT, signal.SIGTERM):
             with contextlib.suppress(Exception):
                 if sys.stderr.isatty():
-                    sys.stderr.write("\n")  # behind a bar of progress
+                    sys.stderr.write("\n")  # after a progress bar
                 for ending in endings:
                     ending()
                 sys.stdout.flush()
@@ -170,7 +173,7 @@ def _end_where_python_waits(pipe: int) -> None:
 
 
 def _unraisable(unraisable) -> None:
-    """Handles an exception where nobody can catch it: a signal that came just there is sent again, anything else is logged."""
+    """Handles an exception that no code can catch: a signal that came just there is sent again, anything else is logged."""
     if isinstance(unraisable.exc_value, KeyboardInterrupt) and _received:
         import _thread
         import threading

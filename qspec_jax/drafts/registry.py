@@ -62,7 +62,7 @@ def parse_draft(text: str) -> DraftSettings | None:
     if name == AUTO:
         raise InputError(f"draft {text!r}: {AUTO} is for generate and batch, and not part of another draft; name a draft here")
     if name not in DRAFTS:
-        raise InputError(f"draft {name!r} should be one of {', '.join([*DRAFTS, NONE])}; generate and batch also take {AUTO}")
+        raise InputError(f"draft {name!r} should be one of {', '.join([*DRAFTS, NONE])}; generate, batch and bench drafts also take {AUTO}")
     if DRAFTS[name] is CombinedSettings:
         return CombinedSettings(*map(_named_draft, _two_texts(text)))
     readers = {DraftSettings: lambda value: _named_draft(nested_text(value))}

@@ -95,17 +95,20 @@ def held_out_by_name() -> dict[str, list[Path]]:
     return {name: paths for name, paths in found.items() if paths}
 
 
-def read_corpus(distributions: Sequence[str] = DISTRIBUTIONS, *, seed: int = 0, most_bytes: int = CORPUS_BYTES) -> Corpus:
+def read_corpus(distributions: Sequence[str] = DISTRIBUTIONS, *, max_bytes: int = CORPUS_BYTES) -> Corpus:
     """Reads, cleans and de-duplicates the standard library and these distributions; folders are shuffled, files are not.
 
-    most_bytes: the size from which further folders are left out. Distributions that are missing here, or whose metadata names no permissive
-    licence, are logged and skipped.
+    Distributions that are missing here, or whose metadata names no permissive licence, are logged and skipped.
+
+    Args:
+        distributions: names of installed packages.
+        max_bytes: the size from which further folders are left out.
     """
     sources: dict[str, dict[str, Any]] = {STANDARD_LIBRARY: {"version": sysconfig.get_python_version(), "licence": "PSF-2.0"}}
     for name in distributions:
         if (known := _check_distribution(name)) is not None:
             sources[name] = known
-    rng, filter_, kept = random.Random(seed), _Filter(), {}
+    rng, filter_, kept = random.Random(0), _Filter(), {}
     with ThreadPoolExecutor(32) as pool:
         for name, source in sources.items():
             folders: dict[Path, list[Document]] = {}
@@ -121,7 +124,7 @@ def read_corpus(distributions: Sequence[str] = DISTRIBUTIONS, *, seed: int = 0, 
     rng.shuffle(order)
     documents, size = [], 0
     for folder in order:
-        if size < most_bytes:
+        if size < max_bytes:
             documents += kept[folder]
             size += sum(len(d.text.encode()) for d in kept[folder])
     description = {
@@ -225,7 +228,7 @@ def _check_distribution(name: str) -> dict[str, Any] | None:
         log.info("not installed, skipped: %s", name)
         return None
     classifiers = [c for c in metadata.get_all("Classifier") or [] if c.startswith("License ::")]
-    # The License field may hold a licence's whole text, with those of bundled libraries: its head tells.
+    # The License field may hold a licence's whole text, with those of bundled libraries: its head says which.
     head = (metadata.get("License") or "")[:200]
     licence = metadata.get("License-Expression") or "; ".join(c.split(" :: ")[-1] for c in classifiers) or head
     if not PERMISSIVE.search(licence) or COPYLEFT.search(licence):

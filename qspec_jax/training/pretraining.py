@@ -1,4 +1,4 @@
-"""Pretraining: a Llama's loss, its optimizer, batches of one stream of tokens, held-out text, and the checkpoint that comes of it.
+"""Pretraining: a Llama's loss, its optimizer, batches of one stream of tokens, held-out text, and writing a checkpoint.
 
 The matrices are trained with Muon (Jordan et al. 2024; scaled and decayed as in Liu et al., arXiv 2502.16982) on a warm-up, constant,
 linear-decay schedule (Hu et al., arXiv 2404.06395): orthogonalized updates leave weights and activations without the outliers that
@@ -23,6 +23,7 @@ from safetensors.flax import save_file
 
 from pallas_kernels.rope_append import split_and_rotate
 from qspec_jax.checkpoints.tensor_names import places
+from qspec_jax.errors import InputError
 from qspec_jax.files import whole_file, write_json
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import AttendingCache, Llama
@@ -31,6 +32,7 @@ from qspec_jax.training import corpus
 from qspec_jax.training.tokenizer import encode, token_bytes
 
 Params = dict[str, Array]
+INITIAL_STD = 0.02
 EVALUATED_TOKENS = 32768  # evaluated at once, unless a single row is longer
 
 
@@ -81,7 +83,7 @@ class CausalAttention(AttendingCache):
         return self
 
 
-def initial_params(config: LlamaConfig, seed: int, std: float = 0.02) -> Params:
+def initial_params(config: LlamaConfig, seed: int) -> Params:
     """Initial float32 weights by path: normal, smaller by sqrt(2 L) where a matrix writes to the residual stream (GPT-2); norms 1."""
     rng = np.random.default_rng(seed)
 
@@ -89,7 +91,7 @@ def initial_params(config: LlamaConfig, seed: int, std: float = 0.02) -> Params:
         if len(shape) == 1:
             return jnp.ones(shape, jnp.float32)
         residual = path.endswith(("o_proj.weight", "down_proj.weight"))
-        return jnp.asarray(rng.normal(0, std / math.sqrt(2 * config.num_layers) if residual else std, shape), jnp.float32)
+        return jnp.asarray(rng.normal(0, INITIAL_STD / math.sqrt(2 * config.num_layers) if residual else INITIAL_STD, shape), jnp.float32)
 
     return Llama(config, make).weights()
 
@@ -127,7 +129,10 @@ _head.defvjp(lambda hidden, embedding: (_head(hidden, embedding), (hidden, embed
 def make_optimizer(s: Settings) -> optax.GradientTransformation:
     """Muon for the matrices of the layers (stored [out, in]), AdamW without decay for the embedding and the norms."""
     out_in = MuonDimensionNumbers(reduction_axis=1, output_axis=0)
-    matrices = lambda params: {path: out_in if is_linear(path) else None for path in params}
+
+    def matrices(params):
+        return {path: out_in if is_linear(path) else None for path in params}
+
     return optax.chain(
         optax.clip_by_global_norm(s.clip),
         muon(
@@ -240,10 +245,10 @@ class HeldOut:
 # What is written
 
 
-def save_model(params: Params, model: dict[str, Any], directory: Path, *, most_bytes: int | None = None) -> int:
+def save_model(params: Params, model: dict[str, Any], directory: Path, *, max_bytes: int | None = None) -> int:
     """Writes config.json, generation_config.json and model.safetensors (bfloat16), and returns the bytes of the last.
 
-    Raises ValueError if those are more than most_bytes.
+    Raises InputError if those are more than max_bytes.
     """
     ids = {"bos_token_id": model["bos_token_id"], "eos_token_id": model["eos_token_id"]}
     write_json(directory / "config.json", model)
@@ -252,6 +257,6 @@ def save_model(params: Params, model: dict[str, Any], directory: Path, *, most_b
     names = places(LlamaConfig.from_hf(model))
     with whole_file(path) as draft:
         save_file({names[p].name: a.astype(jnp.bfloat16) for p, a in params.items()}, draft, metadata={"format": "pt"})
-    if most_bytes is not None and path.stat().st_size > most_bytes:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes, more than {most_bytes}")
+    if max_bytes is not None and path.stat().st_size > max_bytes:
+        raise InputError(f"{path} has {path.stat().st_size:,} bytes, more than the {max_bytes:,} that are meant for it")
     return path.stat().st_size

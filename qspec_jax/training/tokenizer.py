@@ -11,14 +11,15 @@ from qspec_jax.files import whole_file, write_json
 
 END_OF_TEXT = "<|endoftext|>"  # before every document; both BOS and EOS
 END_OF_TEXT_ID = 0
+SAMPLE_BYTES = 40_000_000
 
 # Words with the character before them (" word", "_word", ".word"), single digits, runs of punctuation, and white space. A line break with
 # the next line's indentation, except for its last space, is one piece, so that indentation costs one token a line.
 _PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n](?=\S)|\s+(?!\S)|\s+"
 
 
-def train_tokenizer(texts: Sequence[str], vocab_size: int, *, sample_bytes: int = 40_000_000, seed: int = 0) -> Tokenizer:
-    """Trains a tokenizer on a random sample of the texts, of about sample_bytes."""
+def train_tokenizer(texts: Sequence[str], vocab_size: int, *, seed: int) -> Tokenizer:
+    """Trains a tokenizer on a random sample of the texts, of about `SAMPLE_BYTES`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(_PIECES), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -33,7 +34,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, *, sample_bytes: int 
     )
     sample, size = [], 0
     for text in random.Random(seed).sample(texts, len(texts)):
-        if size >= sample_bytes:
+        if size >= SAMPLE_BYTES:
             break
         sample.append(text)
         size += len(text)
@@ -51,7 +52,7 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str], *, chunk: int = 2_000) ->
 
 
 def token_bytes(tokenizer: Tokenizer) -> np.ndarray:
-    """The number of UTF-8 bytes that each token id stands for, [V]; none for END_OF_TEXT."""
+    """The number of UTF-8 bytes of each token id's text, [V]; 0 for END_OF_TEXT."""
     sizes = np.zeros(tokenizer.get_vocab_size(), np.int64)
     for token, index in tokenizer.get_vocab().items():
         sizes[index] = len(token) if index != END_OF_TEXT_ID else 0  # byte-level BPE writes every byte as one character

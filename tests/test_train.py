@@ -1,4 +1,4 @@
-"""`qspec bench pretrain` on models that a CPU trains at once: segments, the checkpoint that they leave, and what is refused."""
+"""`qspec train benchmark-model` on models that a CPU trains at once: segments, the checkpoint that they leave, and what is refused."""
 
 import dataclasses
 import json
@@ -22,9 +22,10 @@ from qspec_jax.checkpoints import loading
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import needle
-from qspec_jax.training import benchmark_model, corpus
-from qspec_jax.training.benchmark_model import Recipe, Trainer
+from qspec_jax.training import benchmark_model, corpus, embedded_model
+from qspec_jax.training import trainer as training
 from qspec_jax.training.pretraining import CausalAttention, Settings, initial_params, log_probabilities
+from qspec_jax.training.trainer import Recipe, Trainer
 
 SHORT = Settings(context=16, batch=2, evaluations=2, timed_steps=1)
 TINY = Recipe(
@@ -38,7 +39,7 @@ STREAM = np.tile(np.random.default_rng(0).permutation(64).astype(np.uint16), 40)
 
 
 def trained(trainer: Trainer, until: float = math.inf) -> Trainer:
-    # What stands for an evaluation depends on the parameters.
+    # A figure in place of an evaluation, which depends on the parameters.
     evaluate = lambda params: float(jnp.abs(params["embedding"]).sum())
     trainer.train(until, evaluate, tqdm(disable=True))
     return trainer
@@ -113,7 +114,7 @@ def test_a_state_of_another_recipe(tmp_path):
     for other in (dataclasses.replace(TINY, long_share=0.2), dataclasses.replace(TINY, needles=0.2)):
         with pytest.raises(InputError, match="other settings"):
             Trainer(other, STREAM).load(path)
-    assert "needles" not in benchmark_model._recipe_json(TINY)  # runs of versions without the setting go on
+    assert "needles" not in training._recipe_json(TINY)  # runs of versions without the setting go on
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(InputError, match="not a whole safetensors file"):
         Trainer(TINY, STREAM).load(path)
@@ -123,14 +124,14 @@ def test_a_state_of_another_recipe(tmp_path):
 def small_corpus(monkeypatch):
     paths = corpus.held_out_files()[:2]
     documents = [corpus.Document("tests", path, path.read_text(encoding="utf-8")[:20_000]) for path in paths]
-    read = corpus.Corpus(documents, {"bytes": sum(len(document.text) for document in documents)})
+    read = corpus.Corpus(documents, {"bytes": sum(len(document.text) for document in documents), "left_out_files": {}})
     monkeypatch.setattr(corpus, "read_corpus", lambda *args, **settings: read)
     monkeypatch.setattr(corpus, "held_out_by_name", lambda: {paths[0].stem: paths[:1]})
 
 
 def test_the_command_leaves_a_checkpoint(run, fails, small_corpus, tmp_path):
     directory = tmp_path / "model"
-    command = ["bench", "pretrain", "--output", directory, "--smoke", "--steps", 2, "--segment-minutes", 0]
+    command = ["train", "benchmark-model", "--output", directory, "--smoke", "--steps", 2, "--segment-minutes", 0]
     code, out, err = run(*command, "--json")
     first = json.loads(out)
     assert (code, err) == (0, "")
@@ -164,29 +165,41 @@ def test_the_command_leaves_a_checkpoint(run, fails, small_corpus, tmp_path):
     fails(command, "--steps 3", "a run of 2 steps")
 
 
+def test_the_embedded_model_in_small(run, small_corpus, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    code, out, err = run("train", "embedded", "--output", tmp_path / "model", "--smoke", "--steps", 2, "--json")
+    report, record = json.loads(out), json.loads((tmp_path / "model" / "training.json").read_text())
+    assert code == 0 and (report["step"], report["steps"], report["completed"]) == (2, 2, True), err
+    assert len(record["train_nats_per_token"]) == 2 and [tokens for tokens, _ in record["held_out_while_training"]] == [0, 1024, 2048]
+    assert record["settings"] == dataclasses.asdict(embedded_model.SMOKE.short) and record["held_out_bits_per_byte"]["all"]["bytes"] > 0
+    assert (tmp_path / "model" / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
+    model = loading.load_model(tmp_path / "model", progress=False)
+    assert model.config.num_layers == 2 and load_tokenizer(tmp_path / "model").bos_token_id == 0
+
+
 def test_bad_input(fails, tmp_path):
     file = tmp_path / "file"
     file.write_text("")
-    fails(["bench", "pretrain"], "--output")
-    fails(["bench", "pretrain", "--output", file, "--smoke"], file)
-    fails(["bench", "pretrain", "--output", file / "below", "--smoke"], file / "below")
-    fails(["bench", "pretrain", "--output", tmp_path / "x", "--smoke", "--minutes", -1], "--minutes")
-    fails(["bench", "pretrain", "--output", tmp_path / "x", "--smoke", "--steps", "many"], "--steps")
-    fails(["bench", "pretrain", "--output", tmp_path / "x", "--smoke", "--needles", 1], "--needles")
+    fails(["train", "benchmark-model"], "--output")
+    fails(["train", "benchmark-model", "--output", file, "--smoke"], file)
+    fails(["train", "benchmark-model", "--output", file / "below", "--smoke"], file / "below")
+    fails(["train", "benchmark-model", "--output", tmp_path / "x", "--smoke", "--minutes", -1], "--minutes")
+    fails(["train", "benchmark-model", "--output", tmp_path / "x", "--smoke", "--steps", "many"], "--steps")
+    fails(["train", "benchmark-model", "--output", tmp_path / "x", "--smoke", "--needles", 1], "--needles")
     assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
 def test_it_needs_a_gpu(fails, tmp_path):
-    fails(["bench", "pretrain", "--output", tmp_path / "model"], "GPU", "--smoke")
+    fails(["train", "benchmark-model", "--output", tmp_path / "model"], "GPU", "--smoke")
 
 
 def test_it_needs_the_extra(fails, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "optax", None)
-    for name in ("training.benchmark_model", "training.embedded_model", "training.pretraining"):
+    for name in ("training.benchmark_model", "training.embedded_model", "training.trainer", "training.pretraining"):
         monkeypatch.delitem(sys.modules, f"qspec_jax.{name}")
     monkeypatch.delattr("qspec_jax.training.benchmark_model")
-    fails(["bench", "pretrain", "--output", tmp_path / "model", "--smoke"], "needs optax: pip install optax tokenizers")
+    fails(["train", "benchmark-model", "--output", tmp_path / "model", "--smoke"], "needs optax: pip install optax tokenizers")
 
 
 def test_the_command_line_does_without_it():
@@ -214,7 +227,7 @@ def test_needles_are_a_share_of_the_tokens():
 def test_a_full_run_does_not_read_the_small_corpus(tmp_path, monkeypatch):
     tokenizer = Tokenizer.from_file(str(benchmark_model.TOKENIZER))
     document = lambda text: corpus.Document("a", Path("a.py"), text)
-    read = lambda *args, most_bytes=None: corpus.Corpus([document("x = 1\n" * (1 if most_bytes else 50))], {"small": bool(most_bytes)})
+    read = lambda *args, max_bytes=None: corpus.Corpus([document("x = 1\n" * (1 if max_bytes else 50))], {"small": bool(max_bytes)})
     monkeypatch.setattr(corpus, "read_corpus", read)
     for _ in range(2):
         (small, about), (full, about_full) = (benchmark_model._read_tokens(tmp_path, tokenizer, smoke=smoke) for smoke in (True, False))
@@ -231,7 +244,7 @@ def test_what_cannot_be_saved_leaves_nothing(tmp_path, monkeypatch):
 
     path = tmp_path / "state.safetensors"
     path.write_bytes(b"before")
-    monkeypatch.setattr(benchmark_model, "save_file", fail)
+    monkeypatch.setattr(training, "save_file", fail)
     with pytest.raises(InputError, match="no space left"), benchmark_model._written(tmp_path):
         begun().save(path)
     assert [file.name for file in tmp_path.iterdir()] == [path.name] and path.read_bytes() == b"before"
@@ -246,7 +259,7 @@ def test_another_model_is_not_overwritten(tmp_path):
 
 SHARING = """
 import json, jax
-import test_bench_pretrain as t
+import test_train as t
 for devices in (jax.devices()[:1], jax.devices()):
     trainer = t.Trainer(t.TINY.across(2), t.STREAM, devices)
     trainer.begin(seconds=0, steps=3)
