@@ -104,7 +104,7 @@ def test_free_running_tokens_are_those_of_generate(report, directory, stream, mo
     prompts = [stream[:CONTEXT], stream[-CONTEXT - NEW : -NEW]]
     keys = prompt_keys(jax.random.key(0), 2)
     # One at a time, as they are timed: no loop is compiled for both.
-    monkeypatch.setattr(sys.modules["qspec_jax.decoding.generate"], "prompt_keys", lambda key, prompts: key[None])
+    monkeypatch.setattr(sys.modules["qspec_jax.decoding.prepare"], "prompt_keys", lambda key, prompts: key[None])
     config = GenerationConfig(draft="quantspec", max_new_tokens=NEW, num_speculative_tokens=GAMMA, temperature=1.0)
     draft, row = drafts.quantspec(model), report.rows[3]
     found = [acceptance.free_running(model, draft, [prompt], config, key) for prompt, key in zip(prompts, keys)]
