@@ -301,8 +301,8 @@ def test_peak_memory_counts_the_making_of_a_batch(monkeypatch, model):
     monkeypatch.setattr(decode, "_working_bytes", lambda size: size)
     measured = types.SimpleNamespace(engine=types.SimpleNamespace(target=model, draft=None))
     weights = bytes_of(model)
-    assert decode._Measured._peak_bytes(measured, weights + 10, 30, weights + 20, None) == weights + 30
-    assert decode._Measured._peak_bytes(measured, weights + 10, None, weights + 20, None) == weights + 20
+    assert decode._Measured._peak_bytes(measured, {"prefill": weights + 10}, 30, weights + 20, None) == weights + 30
+    assert decode._Measured._peak_bytes(measured, {"prefill": weights + 10}, None, weights + 20, None) == weights + 20
 
 
 def test_more_rows_than_did_not_fit_are_skipped_and_not_compiled(monkeypatch, model):
