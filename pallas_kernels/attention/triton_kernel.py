@@ -145,7 +145,7 @@ def attend(
         q_power *= TO_BASE_2
         q_low = (q_low.to(tl.float32) * inverse[:, None]).to(tl.float16)
         q_high = (q_high.to(tl.float32) * inverse[:, None]).to(tl.float16)
-        # Sums that go with the codes, on the tensor cores too: zeros in column 0, scales in the others.
+        # The sums that products with codes need, on the tensor cores too: zeros in column 0, scales in the others.
         column = tl.arange(0, 8)
         is_zero = column[None, :] == 0
         one_channels = tl.full([H // 2, 8], 1.0, tl.float16)
