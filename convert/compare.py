@@ -1,4 +1,4 @@
-"""Whether a converted checkpoint holds what its source does: every tensor, and the logits of a few tokens."""
+"""Compares a converted checkpoint with its source: every tensor, and the logits of a few tokens."""
 
 import dataclasses
 import re
@@ -23,14 +23,22 @@ from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.quantization.weights import is_linear, quantize_weight
 
-TOKENS = 64  # the length of the prompt behind which logits are compared
+TOKENS = 64  # of the prompt whose logits are compared
 
 
 @dataclasses.dataclass(frozen=True)
 class VerificationReport:
-    """What was compared, and what differs. wrong: a sentence for each difference, none where all is well. weights, drafted: how many of
-    the target and of the draft were compared. draft_error: the largest of `by_rows.draft_error`, None where it is not finite. logits:
-    whether they were compared too."""
+    """The differences between a conversion and its source.
+
+    Attributes:
+        source: its directory.
+        directory: of the conversion.
+        weights: number of weights of the target that were compared.
+        drafted: number of weights of the draft that were compared.
+        draft_error: the maximum of `by_rows.draft_error`; None if it is not finite.
+        logits: whether logits were compared too.
+        wrong: a sentence for each difference.
+    """
 
     source: str
     directory: str
@@ -42,19 +50,25 @@ class VerificationReport:
 
 
 def verify(source: str | Path, directory: str | Path, *, logits: bool | None = None, progress: bool | None = None) -> VerificationReport:
-    """Compares a converted checkpoint with its source, a directory or ORG/NAME on the Hub, a few weights in memory at a time.
+    """Compares a converted checkpoint with its source, with a few weights in memory at a time.
 
-    Weights must be the source's, bit for bit, in the dtype of the conversion; the draft's may err as much as `draft_error` says.
-    logits: whether to compare those after some tokens too, if all else is the same; one model at a time is in memory for it, and None
-    compares them where there is room for two. progress: a bar on standard error; None shows it on a terminal. Raises InputError where one
-    of the two cannot be read, or they are not of one model.
+    Weights must be the source's, bit for bit, in the dtype of the conversion; the draft's may have the error that `draft_error` allows.
+
+    Args:
+        source: a directory, or ORG/NAME on the Hub.
+        directory: of the conversion.
+        logits: whether to compare logits too if all weights are the same, with one model in memory at a time; None: if two would fit.
+        progress: whether a bar is shown; None: where standard error is a terminal.
+
+    Raises:
+        InputError: if one of the two cannot be read, or they are of different models.
     """
     source, directory = local(source, progress=progress), Path(directory)
     if converted.is_converted(source):
-        raise InputError(f"{source}: is a conversion; its source comes first, then the conversion")
+        raise InputError(f"{source}: is a conversion; give its source first, then the conversion")
     opened = Source(source)
     if not converted.is_converted(directory):
-        raise InputError(f"{directory}: not a converted checkpoint; `qspec convert` makes one")
+        raise InputError(f"{directory}: is not a converted checkpoint; `qspec convert` makes one")
     opened.check_contents()
     manifest, config = converted.read_manifest(directory), load_config(directory, dtype=opened.config.dtype)
     dtype = jnp.dtype(manifest.dtype)
@@ -83,17 +97,17 @@ def verify(source: str | Path, directory: str | Path, *, logits: bool | None = N
             if errors[-1] > 1:
                 wrong.append(f"the draft's {path} errs {errors[-1]:.3g} times as much as it may")
     compared = not wrong and (_fits(opened, dtype) if logits is None else logits)
-    if not compared:  # otherwise loading the source warns of it
+    if not compared:  # otherwise loading the source warns
         opened.warn_of_not_finite()
     if compared and not _same_bits(_logits(load_model(source, dtype=manifest.dtype, progress=False)), _logits(load_model(directory))):
         wrong.append("the logits differ")
-    most = float(np.max(errors)) if errors and np.isfinite(errors).all() else None
-    return VerificationReport(str(source), str(directory), len(opened.places), len(errors), most, compared, wrong)
+    error = max(errors) if errors and np.isfinite(errors).all() else None
+    return VerificationReport(str(source), str(directory), len(opened.places), len(errors), error, compared, wrong)
 
 
 def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    bits = lambda x: np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-    return (a.dtype, a.shape) == (b.dtype, b.shape) and np.array_equal(bits(a), bits(b))
+    bits = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b)]
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and np.array_equal(*bits)
 
 
 def _logits(model: Llama) -> np.ndarray:
@@ -102,14 +116,14 @@ def _logits(model: Llama) -> np.ndarray:
     return np.asarray(_prefilled(model, jnp.asarray(tokens)[None], cache))
 
 
-# Compiled once for both models, lest XLA choose other kernels for the second.
+# Compiled once for both models, or XLA could choose other kernels for the second.
 @jax.jit
 def _prefilled(model: Llama, tokens: jax.Array, cache: Cache) -> jax.Array:
     return prefill(model, tokens, jnp.full(1, TOKENS), cache)[0]
 
 
 def _fits(source: Source, dtype: jnp.dtype) -> bool:
-    """Whether the default device has twice the room that the weights take."""
+    """Whether the weights take less than half of the default device's free memory."""
     numbers = sum(place.size for place in source.places.values())
     stats = jax.local_devices()[0].memory_stats() or {}
     free = stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else _free_on_the_host()
@@ -117,7 +131,7 @@ def _fits(source: Source, dtype: jnp.dtype) -> bool:
 
 
 def _free_on_the_host() -> int:
-    """Bytes of free memory, with the page cache, which is free too; 0 where the system is not Linux, which alone tells."""
+    """Bytes of free memory, the page cache included; 0 on systems other than Linux."""
     meminfo = Path("/proc/meminfo")
     found = re.search(r"MemAvailable: +(\d+) kB", meminfo.read_text()) if meminfo.exists() else None
     return int(found[1]) * 1024 if found else 0

@@ -11,10 +11,7 @@ from qspec_jax.files import whole_folder
 
 
 def check_apart(source: Path, directory: Path) -> None:
-    """Raises InputError where source and directory are one within the other, or nothing can take the place of the directory.
-
-    directory: resolved.
-    """
+    """Raises InputError if source or the resolved directory contains the other, or the directory cannot be replaced."""
     outer = source.resolve()
     if directory == outer or outer in directory.parents or directory in outer.parents:
         raise InputError(f"{directory}: should be neither within {source} nor around it")
@@ -24,10 +21,15 @@ def check_apart(source: Path, directory: Path) -> None:
 
 @contextlib.contextmanager
 def written(directory: Path, needed: int, check: Callable[[], None]) -> Iterator[Path]:
-    """Yields where to write what becomes this directory if nothing fails (see `whole_folder`). needed: about how many bytes it takes.
+    """Yields a folder that becomes the directory if nothing fails (see `whole_folder`).
 
-    directory: resolved. check: raises InputError unless what is there may be replaced. Raises InputError where it cannot be written or
-    there is no room.
+    Args:
+        directory: a resolved path.
+        needed: about how many bytes are written.
+        check: raises InputError unless the directory may be replaced.
+
+    Raises:
+        InputError: if it cannot be written, or there is no room.
     """
     with writing(directory):
         directory.parent.mkdir(parents=True, exist_ok=True)

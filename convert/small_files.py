@@ -1,4 +1,4 @@
-"""The config and the tokenizer's files, which go along with the weights."""
+"""The config and the tokenizer's files, which are copied with the weights."""
 
 import codecs
 from pathlib import Path
@@ -8,14 +8,17 @@ from qspec_jax.errors import reading
 
 
 def copy_small_files(source: Path, directory: Path) -> None:
-    """Copies the config and the tokenizer's files. Raises InputError where one cannot be read."""
+    """Copies the config and the tokenizer's files. Raises InputError if one cannot be read."""
     for name in SMALL_FILES:
         if (content := small_file(source, name)) is not None:
             (directory / name).write_bytes(content)
 
 
 def small_file(directory: Path, name: str) -> bytes | None:
-    """The bytes of a file, without the byte order mark that some editors begin one with and many readers of JSON refuse; None where there
-    is no such file. Raises InputError where it cannot be read."""
+    """The bytes of a file without a byte order mark, which many readers of JSON refuse; None if there is no such file.
+
+    Raises:
+        InputError: if the file cannot be read.
+    """
     with reading(directory / name):
         return (directory / name).read_bytes().removeprefix(codecs.BOM_UTF8) if (directory / name).is_file() else None

@@ -1,4 +1,4 @@
-"""A converted checkpoint back to Hugging Face safetensors, a few weights in memory at a time."""
+"""Exports a converted checkpoint to Hugging Face safetensors, with a few weights in memory at a time."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ DTYPES = {"bfloat16": "BF16", "float32": "F32"}
 
 @dataclasses.dataclass(frozen=True)
 class ExportReport:
-    """What was exported. directory: where to; bytes_written: of `files`, its safetensors, and all else in it."""
+    """An export: number of tensors, bytes of all files in the directory, and the names of its safetensors."""
 
     source: str
     directory: str
@@ -36,9 +36,15 @@ class ExportReport:
 def export(source: str | Path, directory: str | Path, *, progress: bool | None = None) -> ExportReport:
     """Writes the target of a converted checkpoint as a Hugging Face directory, in shards of at most `SHARD_BYTES` (or of a tensor).
 
-    Its tensors are, bit for bit, those that were converted, unless that changed their dtype. The draft is left out. progress: a bar on
-    standard error; None shows it on a terminal. Raises InputError for a source that is not converted, and where the destination exists,
-    is within the source, cannot be written or has no room.
+    Its tensors are, bit for bit, those that were converted, unless that changed their dtype. The draft is left out.
+
+    Args:
+        source: the converted directory.
+        directory: to make.
+        progress: whether a bar is shown; None: where standard error is a terminal.
+
+    Raises:
+        InputError: for a source that is not converted, and if the directory exists, is within the source, cannot be written or has no room.
     """
     source = Path(source)
 
@@ -51,22 +57,18 @@ def export(source: str | Path, directory: str | Path, *, progress: bool | None =
         directory = Path(directory).resolve()
         check()
     if not converted.is_converted(source):
-        raise InputError(f"{source}: not a converted checkpoint; `qspec convert` makes one")
+        raise InputError(f"{source}: is not a converted checkpoint; `qspec convert` makes one")
     manifest = converted.read_manifest(source)
     dtype, config = manifest.dtype, load_config(source)
     converted.check_shapes(source, manifest, weight_shapes(config))
     tensors: dict[str, list[tuple[str, Place]]] = {}
     for path, place in places(config).items():
         tensors.setdefault(place.name, []).append((path, place))
-    size = lambda name: sum(place.size for _, place in tensors[name]) * jnp.dtype(dtype).itemsize
-    shards, filled = [[]], 0
-    for name in tensors:
-        if shards[-1] and filled + size(name) > SHARD_BYTES:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size(name)
-    total = sum(map(size, tensors))
+
+    def size(name: str) -> int:
+        return sum(place.size for _, place in tensors[name]) * jnp.dtype(dtype).itemsize
+
+    shards, total = list(converted.batches(tensors, size, SHARD_BYTES)), sum(map(size, tensors))
     several = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     files = several if len(shards) > 1 else ["model.safetensors"]
     hide = None if progress is None else not progress
@@ -97,6 +99,6 @@ def _write_shard(source: Path, file: Path, tensors: dict[str, list[tuple[str, Pl
         out.write(len(text).to_bytes(8, "little") + text)
         for path, weight in converted.restored(source, TARGET, {path: jax.ShapeDtypeStruct(place.shape, kind) for path, place in in_order}):
             if converted.digest(weight) != written.get(path):
-                raise InputError(f"{source}: {path} of it is not what was written; copy it again, or convert again")
+                raise InputError(f"{source}: {path} of it is not as it was written; copy it again, or convert again")
             out.write(np.ascontiguousarray(weight).reshape(-1).view(np.uint8))
             bar.update(weight.nbytes)

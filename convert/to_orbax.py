@@ -8,6 +8,7 @@ next run puts that one back).
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import importlib.metadata
 import itertools
 import logging
@@ -45,7 +46,17 @@ ALIGNMENT = 8  # bytes of the widest number
 
 @dataclasses.dataclass(frozen=True)
 class ConversionReport:
-    """What was converted. tensors: how many weights; bytes_read: what they take in the source; bytes_written: all files of `directory`."""
+    """A conversion.
+
+    Attributes:
+        source: the directory, or ORG/NAME@COMMIT.
+        directory: of the conversion.
+        dtype: of its weights.
+        draft_bits: 4, or 16 without a draft.
+        tensors: number of weights.
+        bytes_read: of the weights in the source.
+        bytes_written: of all files in the directory.
+    """
 
     source: str
     directory: str
@@ -65,13 +76,19 @@ def convert(
     overwrite: bool = False,
     progress: bool | None = None,
 ) -> ConversionReport:
-    """Converts a Hugging Face directory, or ORG/NAME on the Hub, to one that `qspec_jax.load` restores straight to devices.
+    """Converts a checkpoint to a directory that `qspec_jax.load` restores straight to devices.
 
-    dtype: bfloat16 or float32; None is the checkpoint's own (float16 becomes bfloat16). draft_bits: 4 stores the draft's INT4 weights
-    too. overwrite: replaces an earlier conversion. progress: a bar on standard error; None shows it on a terminal.
+    Args:
+        source: a Hugging Face directory, or ORG/NAME on the Hub.
+        directory: to make.
+        dtype: bfloat16 or float32; None: the checkpoint's own (float16 becomes bfloat16).
+        draft_bits: 4 stores the draft's INT4 weights too, 16 does not.
+        overwrite: whether to replace an earlier conversion, in a directory with nothing else.
+        progress: whether a bar is shown; None: where standard error is a terminal.
 
-    Raises InputError for a source that cannot be loaded, and where the destination exists, is within the source, cannot be written or
-    has no room; it is then as it was. With overwrite it must be an earlier conversion and hold nothing else.
+    Raises:
+        InputError: for a source that cannot be loaded, and if the directory exists, is within the source, cannot be written or has no room;
+            it is then as it was.
     """
     if draft_bits not in (4, 16):
         raise InputError(f"draft bits {draft_bits} should be 4 or 16")
@@ -85,11 +102,11 @@ def convert(
     opened = Source(folder)
     wanted = dtype or stored_dtype(opened.config)
     if wanted not in DTYPES:
-        raise InputError(f"dtype {wanted} is not one to convert to; {', '.join(DTYPES)} are (--dtype)")
+        raise InputError(f"dtype {wanted} (--dtype) cannot be converted to; it should be one of {', '.join(DTYPES)}")
     opened.check_contents()
     if has_tokenizer(folder) and (unread := tokenizer_problem(folder)):
         log.warning("%s; without it a conversion takes no text", unread)
-    check = lambda: _check_places(folder, directory, overwrite)
+    check = functools.partial(_check_places, folder, directory, overwrite)
     with written(directory, _bytes_needed(opened, jnp.dtype(wanted), draft_bits), check) as unfinished:
         sha256, kept = _write(opened, unfinished, jnp.dtype(wanted), draft_bits, progress)
         copy_small_files(folder, unfinished)
@@ -138,7 +155,10 @@ def _write(source: Source, directory: Path, dtype: jnp.dtype, draft_bits: int, p
     context.array.saving.use_compression = False  # weights hardly shrink, and it takes six times as long
     context.array.saving.ocdbt_target_data_file_size = FILE_BYTES
     context.memory.deepcopy_host_arrays = False  # they are not changed
-    room = lambda path: -(-source.read_bytes(path) // ALIGNMENT) * ALIGNMENT
+
+    def room(path: str) -> int:
+        return -(-source.read_bytes(path) // ALIGNMENT) * ALIGNMENT
+
     plan = list(converted.batches(source.places, room, converted.BATCH_BYTES))
     memories = [np.empty(converted.BATCH_BYTES, np.uint8) for _ in range(2)]  # pages that were used are faster than new ones
     sha256: dict[str, str] = {}
@@ -176,16 +196,19 @@ def _write(source: Source, directory: Path, dtype: jnp.dtype, draft_bits: int, p
         for checkpoint in (target, *draft):
             checkpoint.finish()
     source.warn_of_not_finite()
-    in_order = lambda hashes: {path: hashes[path] for path in source.places if path in hashes}
+
+    def in_order(hashes: dict[str, str]) -> dict[str, str]:
+        return {path: hashes[path] for path in source.places if path in hashes}
+
     return in_order(sha256), {name: in_order(hashes) for name, hashes in written.items()}
 
 
 class _Checkpoint:
-    """An Orbax checkpoint to which weights are added, written while the caller goes on.
+    """An Orbax checkpoint to which weights are added; they are written while the caller goes on.
 
-    writer: a pool of one thread, which alone calls Orbax. Orbax keeps the number of its operation in one place, so that two calls at once
-    would mix theirs up. And Python raises KeyboardInterrupt in the main thread: there it would cut a call off, and Orbax's own threads
-    would go on writing into a folder that is being removed.
+    `writer` is a pool of one thread, the only one that calls Orbax. Orbax keeps the number of its operation in one place, so two calls at
+    once would confuse theirs. And Python raises KeyboardInterrupt in the main thread: it would end a call there, while Orbax's own threads
+    go on writing into a folder that is being removed.
     """
 
     def __init__(self, directory: Path, writer: Executor):
@@ -193,14 +216,14 @@ class _Checkpoint:
         self._newest: Future | None = None
 
     def add(self, weights: dict[str, Any]) -> None:
-        """Adds weights by their paths. Waits for those before, and returns while these are written: their memory is to stay as it is."""
+        """Adds weights by their paths: waits for earlier ones, and returns while these are written from their memory."""
         from orbax.checkpoint import v1 as ocp
 
         self._wait()
         self._begin(ocp.partial.save, self._directory, converted.as_tree(weights))
 
     def finish(self) -> None:
-        """Makes it one that can be restored."""
+        """Completes the checkpoint, so that it can be restored."""
         from orbax.checkpoint import v1 as ocp
 
         self._wait()
@@ -208,7 +231,7 @@ class _Checkpoint:
         self._wait()
 
     def _begin(self, call: Callable, *args) -> None:
-        # Orbax's settings are a context variable, which a thread does not have of itself.
+        # Orbax's settings are a context variable, which threads do not inherit.
         self._newest = self._writer.submit(contextvars.copy_context().run, call, *args)
 
     def _wait(self) -> None:
@@ -220,11 +243,14 @@ class _Checkpoint:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[Executor]:
-    """Yields a pool of one thread. At the end, after an error or Ctrl-C too, it waits for what the thread has been given."""
+    """Yields a pool of one thread. At the end, after an error or Ctrl-C too, it waits for the thread's work."""
     pool = ThreadPoolExecutor(1)
-    # Not by joining the thread: in Python 3.11 an interrupted join marks it as ended, while it runs.
-    wait = lambda: pool.submit(int).result()
-    wait()  # Starts the thread: were `submit` interrupted later, the pool might not know of the one that it had started.
+
+    def wait() -> None:
+        # Not by joining the thread: in Python 3.11 an interrupted join marks it as ended while it runs.
+        pool.submit(int).result()
+
+    wait()  # Starts the thread: if `submit` were interrupted later, the pool might not know the thread that it had started.
     try:
         yield pool
     finally:
@@ -239,9 +265,9 @@ def _one_thread() -> Iterator[Executor]:
 
 @contextlib.contextmanager
 def _writing() -> Iterator[None]:
-    """Turns what Orbax and TensorStore raise on a full disk, a quota, or a lost connection into an OSError."""
+    """Turns the exceptions of Orbax and TensorStore for a full disk, a quota, or a lost connection into an OSError."""
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:
-        code = re.search(r"os_error_code='(\d+)'", str(error))  # TensorStore says it after the names of many files
+        code = re.search(r"os_error_code='(\d+)'", str(error))  # in TensorStore's message it follows the names of many files
         raise OSError(os.strerror(int(code[1])) if code else with_type(error)) from None

@@ -1,33 +1,32 @@
-"""The one exception for a user's mistake, how messages show any other error, warnings that are given once, and which errors are of a
-device's full memory."""
+"""The exception for a user's mistake, texts of messages, warnings that are logged once, and errors that mean that memory is full."""
 
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-MOST_CHARACTERS = 200
-LONGEST_REASON = 300
+MAX_NAMED = 200  # characters of an error in a table
+MAX_REASON = 300  # characters of an error in a message
 
 
 class InputError(ValueError):
-    """Bad input: one clear sentence that names the file or value and what would be right. The CLI exits with code 2."""
+    """A user's mistake: one sentence that names the file or value and says what would be right. Commands exit with code 2."""
 
 
 class HostMemoryError(InputError):
-    """What was asked for does not fit host memory; something shorter may."""
+    """A request that does not fit host memory; a shorter one may."""
 
 
 @functools.cache
 def warn_once(log: logging.Logger, message: str, level: int = logging.WARNING) -> None:
-    """Logs a message the first time that a process gives it: a checkpoint is opened several times.
-
-    Args:
-        log: the logger of the module that warns.
-        message: the whole sentence.
-        level: of the message.
-    """
+    """Logs a message the first time only that a process gives it: a checkpoint is opened several times."""
     log.log(level, "%s", message)
+
+
+def listed(names: Iterable[str], max_names: int = 8) -> str:
+    """Names for a message: the first ones, escaped if they are not printable, and the number of the others."""
+    names = [name if name.isprintable() else ascii(name) for name in names]
+    return ", ".join(names[:max_names]) + (f" and {len(names) - max_names} more" if len(names) > max_names else "")
 
 
 def flat(text: str) -> str:
@@ -36,24 +35,26 @@ def flat(text: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error in one line of at most 300 characters; an OSError's without its number and path, which our messages name."""
-    return flat(getattr(error, "strerror", None) or str(error))[:LONGEST_REASON]
+    """The message of an error in one line of at most MAX_REASON characters; of an OSError without its number and path."""
+    return flat(getattr(error, "strerror", None) or str(error))[:MAX_REASON]
 
 
 def with_type(error: BaseException) -> str:
-    """`one_line` behind the name of the error's class, for errors of other packages, whose messages often say little without it."""
+    """`one_line` after the name of the error's class, for errors of other packages, whose messages often say little without it."""
     return f"{type(error).__name__}: {one_line(error)}"
 
 
 def named(error: BaseException) -> str:
-    """The class of an error and the first line of its message, at most 200 characters in all: what a row of a table has room for."""
+    """The class of an error and the first line of its message, at most MAX_NAMED characters in all, for a row of a table."""
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {flat(lines[0])}"[:MOST_CHARACTERS]
+    return f"{type(error).__name__}: {flat(lines[0])}"[:MAX_NAMED]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device's memory was too small, as JAX says it, or the host's. A kernel that asks for more shared memory than there is does
-    not count: no shorter prompt helps it."""
+    """Whether an error says that a device's memory or the host's is full.
+
+    A kernel that asks for too much shared memory does not count: a shorter prompt would not help it.
+    """
     text = str(error)
     return isinstance(error, HostMemoryError) or (
         any(sign in text for sign in ("RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY")) and "shared memory" not in text.lower()
@@ -62,14 +63,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def reading(what: object, *others: type[Exception]) -> Iterator[None]:
-    """Makes an OSError of the block, or one of `others`, an InputError that says that `what` cannot be read, and why."""
+    """Turns an OSError of the block, or one of `others`, into an InputError: `what` cannot be read, and why."""
     with _refused(what, "read", others):
         yield
 
 
 @contextlib.contextmanager
 def writing(what: object, *others: type[Exception]) -> Iterator[None]:
-    """Makes an OSError of the block, or one of `others`, an InputError that says that `what` cannot be written, and why."""
+    """Turns an OSError of the block, or one of `others`, into an InputError: `what` cannot be written, and why."""
     with _refused(what, "written", others):
         yield
 

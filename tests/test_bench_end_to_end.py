@@ -18,7 +18,7 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.sampling import prompt_keys
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import acceptance
-from qspec_jax.evaluate.stream import cut, token_stream
+from qspec_jax.evaluate.texts import cut, token_stream
 from qspec_jax.training import corpus
 
 CONTEXT, NEW, GAMMA = 100, 48, 2

@@ -231,7 +231,7 @@ NOT_JSON = [
 ]
 
 ONE_FILE = [
-    (_without("model.safetensors"), ("model.safetensors: missing",)),
+    (_without("model.safetensors"), ("model.safetensors: missing", "has its weights in model.safetensors, or in shards")),
     (_only_bin, ("model.safetensors: missing", "can run code", "save the model as safetensors")),
     (_cut("model.safetensors", 0), ("model.safetensors", "not a whole safetensors file")),
     (_cut("model.safetensors", 100), ("model.safetensors", "not a whole safetensors file")),
@@ -558,11 +558,19 @@ def test_what_is_no_checkpoint_is_called_what_it_is(edit, named, tmp_path):
     assert of_checkpoint(directory)  # without a refusal of its own
 
 
+def test_an_empty_name_is_no_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="the name of the checkpoint is empty"):
+        load_model("")
+    with pytest.raises(InputError, match=r"an empty name or \. is the current directory"):
+        load_model(Path(""))
+
+
 def test_links_that_lead_nowhere(tmp_path):
     directory = write_checkpoint(tmp_path / "models--org--name" / "snapshots" / "0123", hf_config())
     (directory / "model.safetensors").unlink()
     refused(directory, "it is a snapshot of org/name without weights")
-    refused(tmp_path / "models--org--name", "give org/name in its place")
+    refused(tmp_path / "models--org--name", "give org/name instead")
     (directory / "model.safetensors").symlink_to("../../blobs/gone")
     refused(directory, "model.safetensors: missing", "a link to a file that is not there")
     (directory / "config.json").unlink()

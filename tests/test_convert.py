@@ -224,7 +224,7 @@ def test_verify(source, tmp_path, monkeypatch):
     logits = iter([np.zeros(3), np.ones(3)])
     monkeypatch.setattr("convert.compare._logits", lambda model: next(logits))
     assert verify(source, out).wrong == ["the logits differ"]
-    with pytest.raises(InputError, match="is a conversion; its source comes first"):
+    with pytest.raises(InputError, match="is a conversion; give its source first"):
         verify(out, source)
     with pytest.raises(InputError, match="its config"):
         verify(write_checkpoint(tmp_path / "third", hf_config(rms_norm_eps=1e-3)), out)

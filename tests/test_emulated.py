@@ -20,8 +20,9 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.drafts import quantspec
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import acceptance, quantizers
+from qspec_jax.evaluate.cache_views import CacheView
 from qspec_jax.evaluate.emulated import EmulatedConfig, Quantizer, in_groups
-from qspec_jax.evaluate.perplexity import CacheView, score
+from qspec_jax.evaluate.scoring import score
 
 G = 4
 

@@ -13,16 +13,21 @@ from runs import random_model, random_prompts
 
 from qspec_jax import demo, plots
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
-from qspec_jax.cli import evaluate
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.registry import parse_draft, unbudgeted, with_budget
-from qspec_jax.evaluate import acceptance
-from qspec_jax.evaluate.stream import cut, token_stream
+from qspec_jax.evaluate import acceptance, acceptance_report, kept_rows
+from qspec_jax.evaluate.texts import cut, token_stream
 from qspec_jax.quantization.weights import quantize_linears
-from qspec_jax.reports import TABLE_WIDTH
+from qspec_jax.reports import TABLE_WIDTH, show, this_run
 
 SIZES = ["--prompt-tokens", 40, "--max-new-tokens", 60, "--no-calibrate"]
+
+
+def report_of(rows):
+    """A report with these rows."""
+    about = dict(model="a model", dtype="float32", seed=0, scheme="int8_first", group_size=64, calibration=True, texts=1, skipped=[])
+    return acceptance_report.AcceptanceReport(**this_run(), **about, results=rows)
 
 
 @pytest.fixture(scope="module")
@@ -58,16 +63,16 @@ def test_gammas_in_one_run_are_as_alone(run, directory, file):
 
 
 def test_drafts_side_by_side(run, directory, file):
-    """Each by its name, and the old options for quantspec alone."""
+    """Each by its name."""
     drafts = ["quantspec:weight_bits=16,cache=int8", "sparse:budget=0.5,weight_bits=16"]
     base = ["eval", "acceptance", "--model", directory, "--file", file, *SIZES, "--temperature", 0, "--gamma", 2]
     code, out, _ = run(*base, "--draft", drafts[0], "--draft", drafts[1], "--json")
     rows = json.loads(out)["results"]
     assert code == 0 and [row["draft"] for row in rows] == [drafts[0]] * 2 + [drafts[1]] * 2
     assert [row["acceptance_rate"] for row in rows[:2]] == [1.0, 1.0]
-    report = acceptance.AcceptanceReport(1, [], rows)
+    report = report_of(rows)
     console = Console(width=TABLE_WIDTH, file=io.StringIO())
-    table = acceptance.table(report)
+    table = report.table()
     assert len({column.header for column in table.columns}) == len(table.columns) == 13
     console.print(table)
     parts = ["quantspec:weight_bits=16,", "cache=int8", "sparse:budget=0.5,", "weight_bits=16\n"]  # long names break behind a comma
@@ -169,7 +174,7 @@ def test_a_draft_is_made_once(run, directory, file, monkeypatch):
     monkeypatch.setattr(acceptance, "teacher_forced_in_turn", lambda runs: (measured for _ in runs))
     texts = []
     monkeypatch.setattr(
-        evaluate, "int4_model", lambda model, *, calibration, progress: texts.append(calibration) or quantize_linears(model)
+        acceptance_report, "int4_model", lambda model, *, calibration, progress: texts.append(calibration) or quantize_linears(model)
     )
     base = ["eval", "acceptance", "--model", directory, "--file", file, "--mode", "teacher-forced", "--temperature", 0]
     base += ["--max-new-tokens", 4, "--context", 20, "--context", 30, "--gamma", "1,2", "--seed", 5, "--json"]
@@ -231,18 +236,12 @@ def test_drafts_are_drawn_by_what_they_read():
         for context in (4096, 8192)
         for draft, size, rate in (("sparse:budget=0.2", 3e6, 0.9), ("sparse:budget=0.1", 2e6, 0.8), ("lookup", None, 0.4))
     ]
-    figure = acceptance.plot_by_bytes(acceptance.AcceptanceReport(2, [], rows))
+    figure = report_of(rows).figure()
     assert [axes.get_title() for axes in figure.axes] == [f"context of {n:,} tokens, temperature 0" for n in (4096, 8192)]
     for axes in figure.axes:
         (drawn,) = axes.containers
         assert drawn.get_label() == "sparse" and drawn.lines[0].get_xydata().tolist() == [[2, 0.8], [3, 0.9]]
         assert [line.get_ydata()[0] for line in axes.lines if line.get_label() == "lookup"] == [0.4]
-
-
-def test_old_options_are_for_quantspec(fails, directory, file):
-    fails(
-        ["eval", "acceptance", "--model", directory, "--file", file, *SIZES, "--draft", "sparse", "--draft-planes", "2"], "--draft-planes"
-    )
 
 
 def test_plot(tmp_path, monkeypatch):
@@ -261,7 +260,7 @@ def test_plot(tmp_path, monkeypatch):
         for gamma in (6, 1)
         for i, (temperature, mode) in enumerate(lines)
     ]
-    acceptance.plot(acceptance.AcceptanceReport(1, [], rows), tmp_path / "gamma.png")
+    show(lambda: report_of(rows), tmp_path / "report", as_json=True, plot=tmp_path / "gamma.png")
     assert (tmp_path / "gamma.png").read_bytes().startswith(b"\x89PNG")
     accepted, tokens = figures[0].axes
     points = lambda axes: [line.get_xydata().tolist() for line in axes.lines]
@@ -320,6 +319,21 @@ def test_what_no_report_has_left_stays(fails, directory, file, tmp_path, monkeyp
     assert partial.read_text() == content
 
 
+def test_rows_of_another_process_stay(fails, directory, file, tmp_path, monkeypatch):
+    monkeypatch.setattr(acceptance, "teacher_forced_in_turn", lambda runs: pytest.fail("a draft was measured"))
+    output, partial = tmp_path / "out", tmp_path / "out.partial"
+    with kept_rows.rows_kept(output, {"model": "another"}) as keep:
+        keep({"draft": "quantspec"})
+        content = partial.read_text()
+        fails(
+            ["eval", "acceptance", "--model", directory, "--file", file, *SHORT, "--output", output],
+            partial,
+            "another process is writing it",
+        )
+        assert partial.read_text() == content and len(content.splitlines()) == 2
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("output", ["no such folder/out", "x" * 250])
 def test_rows_that_cannot_be_kept_are_found_before_any(fails, directory, file, tmp_path, monkeypatch, output):
     """A name may have room for itself and none for the ending of the file beside it."""
@@ -334,11 +348,11 @@ def test_a_single_text_has_no_error(tmp_path):
     row |= {"mean_acceptance_length": 2.0, "drafted": 8, "repeated_ngrams": 0.0, "step_bytes": 1e6, "conditional_rate": 0.5}
     for error, shown in ((None, False), (0.01, True)):
         rows = [row | {"conditional_error": error}, row | {"conditional_error": error, "step_bytes": 2e6}]
-        report = acceptance.AcceptanceReport(1, [], rows)
+        report = report_of(rows)
         console = Console(width=TABLE_WIDTH, file=io.StringIO())
-        console.print(acceptance.table(report))
+        console.print(report.table())
         assert ("+-" in console.file.getvalue()) == shown
-        (drawn,) = acceptance.plot_by_bytes(report).axes[0].containers
+        (drawn,) = acceptance_report._against_bytes(rows).axes[0].containers
         assert drawn.has_yerr == shown
 
 
@@ -348,7 +362,7 @@ def test_the_target_as_its_own_draft(run, directory, file, tmp_path):
     short.write_text("x = 1\n")
     again.write_text(file.read_text())
     texts = ["--file", file, "--file", short, "--file", again]
-    own = ["--draft-bits", 16, "--draft-planes", 2, "--temperature", 0]
+    own = ["--draft", "quantspec:weight_bits=16,cache=int8", "--temperature", 0]
     code, out, _ = run("eval", "acceptance", "--model", directory, *texts, *SIZES, *own, "--json")
     result = json.loads(out)
     assert code == 0
@@ -388,6 +402,7 @@ def test_bad_lists(fails, directory, file, gammas, word):
 def test_no_drafts_are_refused_before_texts_are_read(fails, tmp_path):
     base = ["eval", "acceptance", "--file", tmp_path / "nowhere"]
     fails([*base, "--gamma", 0], "--gamma 0")
+    fails([*base, "--draft", "auto"], "name the drafts whose acceptance eval should measure")
     fails([*base, "--draft", "none"], "--draft none: there is nothing to accept without a draft")
 
 

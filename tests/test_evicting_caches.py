@@ -19,7 +19,7 @@ from qspec_jax.decoding.batch import Request, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.drafts import make_draft
 from qspec_jax.errors import InputError
-from qspec_jax.evaluate.perplexity import token_logprobs
+from qspec_jax.evaluate.scoring import token_logprobs
 from qspec_jax.models.prompts import padded
 
 STREAMING, H2O = "streaming-llm:sinks=2,window=9", "h2o:heavy=6,recent=5"

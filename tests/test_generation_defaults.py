@@ -94,5 +94,5 @@ def test_what_is_not_taken_is_named(tmp_path, caplog):
     assert not caplog.records
     stored_defaults(written(tmp_path, {"num_beams": 4, "no_repeat_ngram_size": 3}))
     assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
-        "num_beams, no_repeat_ngram_size are not taken: there is no such setting here"
+        "num_beams, no_repeat_ngram_size are not taken: qspec has no such setting"
     ]

@@ -17,8 +17,9 @@ from lm_eval.tasks._index import TaskIndex
 from qspec_jax import demo
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
+from qspec_jax.decoding.requests import with_tokenizer
 from qspec_jax.errors import InputError, warn_once
-from qspec_jax.evaluate import harness, perplexity
+from qspec_jax.evaluate import cache_views, harness, harness_report, perplexity, scoring
 from qspec_jax.evaluate.harness import QspecLM, batches_of
 
 GOLDEN = Path(__file__).with_name("goldens") / "harness.json"
@@ -74,12 +75,12 @@ def test_scores_through_the_cache(first_layer, monkeypatch):
     """Other ways to read the cache give other scores, which are those of eval perplexity; batches and neighbours change nothing."""
     context = "def mean(values):\n" * 60
     pairs = [(context, "    return 1\n"), (context, "    total = 0\n"), ("x = ", "1\n"), ("", "import os\n"), (context, "    return 1\n")]
-    contexts, score = [], perplexity.score
+    contexts, score = [], scoring.score
     monkeypatch.setattr(
         harness, "score", lambda model, prompts, *args, **more: contexts.append(len(prompts)) or score(model, prompts, *args, **more)
     )
     found = {}
-    for cache in perplexity.DEFAULT_VIEWS:
+    for cache in perplexity.DEFAULT_CACHES:
         lm = of(first_layer, cache=cache, batch_size=4)
         found[cache] = [x for x, _ in lm.loglikelihood([asked(*pair) for pair in pairs])]
         assert contexts == [4]  # of the five pairs four differ, in three contexts, rounded up
@@ -87,7 +88,7 @@ def test_scores_through_the_cache(first_layer, monkeypatch):
     alone = [of(first_layer, batch_size=1).loglikelihood([asked(*pair)])[0][0] for pair in pairs[:3]]
     np.testing.assert_allclose(found["int8"][:3], alone, atol=2e-4)
     prompt, continuation = lm._encode_pair(*pairs[0])
-    expected = perplexity.token_logprobs(first_layer["model"], [prompt], [continuation], perplexity.cache_view("int8").cache).sum()
+    expected = scoring.token_logprobs(first_layer["model"], [prompt], [continuation], cache_views.cache_view("int8").cache).sum()
     assert found["int8"][0] == pytest.approx(expected, abs=2e-4)
     difference = lambda cache: np.abs(np.subtract(found[cache], found["full"])).sum()
     assert 1e-4 < difference("int8") < difference("int4")
@@ -110,7 +111,7 @@ def test_windows_and_generation(first_layer):
         (lm.prefix_token_id, tokens[:64]),
         *((tokens[i - 1], tokens[i : i + 64]) for i in range(64, len(tokens) - len(tokens) % 64, 64)),
     ]
-    by_hand = [perplexity.token_logprobs(lm.model, [[first]], [rest], perplexity.cache_view("full").cache).sum() for first, rest in windows]
+    by_hand = [scoring.token_logprobs(lm.model, [[first]], [rest], cache_views.cache_view("full").cache).sum() for first, rest in windows]
     assert len(tokens) > 2 * 64 and whole < sum(by_hand) < 0  # and the last window, which has more context
     with pytest.raises(InputError, match=r"a continuation of \d+ tokens is longer than max_length, 64"):
         lm.loglikelihood([asked("x", text)])
@@ -127,7 +128,8 @@ def test_windows_and_generation(first_layer):
     line, ids = ended.tok_encode("\n", add_special_tokens=False), tuple(ended.tok_encode("b\n", add_special_tokens=False))
     ended.tokenizer.eos_token = ended.tokenizer.convert_ids_to_tokens(line[0])
     ended._special["b"] = ids[0]
-    assert ended._request(0, "x", {"until": ["b\n"]}).config.stop_token_ids == (ids, tuple(line))
+    config = ended._request(0, "x", {"until": ["b\n"]}).config
+    assert config.stop_token_ids == (ids,) and line[0] in with_tokenizer(config, ended.model, ended.tokenizer).eos_token_ids
     upper = of(first_layer, cache="int4", max_gen_toks=8)
     assert upper.config.draft == "none" and len(upper.generate_until(requests)) == 3
     with pytest.raises(InputError, match="max_gen_toks 64 should be less than max_length, 64"):
@@ -151,7 +153,7 @@ def test_tokens_that_merge_are_scored(first_layer, context, continuation, left):
     pair = whole[:left] or [lm.prefix_token_id], whole[left:]
     assert lm._encode_pair(context, continuation) == pair and (left == 0 or lm.tok_encode(context.rstrip())[:left] == whole[:left])
     ((found, _),) = lm.loglikelihood([asked(context, continuation)])
-    by_hand = perplexity.token_logprobs(lm.model, [pair[0]], [pair[1]], perplexity.cache_view("full").cache).sum()
+    by_hand = scoring.token_logprobs(lm.model, [pair[0]], [pair[1]], cache_views.cache_view("full").cache).sum()
     assert found == pytest.approx(by_hand, abs=1e-4) and found < -0.1
 
 
@@ -265,7 +267,7 @@ def test_git_says_nothing_outside_a_repository(loaded_tiny, tmp_path, monkeypatc
         "lm_eval.tasks.manager.TaskIndex",
         lambda: SimpleNamespace(build=lambda paths: index([path for path in paths if path == tmp_path])),
     )
-    report = harness.run(of(loaded_tiny), ["outside"], include_path=[tmp_path])
+    report = harness_report.run(of(loaded_tiny), ["outside"], include_path=[tmp_path])
     assert [row.metric for row in report.results] == ["perplexity", "acc"] and "git" not in capfd.readouterr().err
     # One sample has no standard error.
     assert [row.error for row in report.results] == [None, None]
@@ -328,15 +330,15 @@ def test_command(run, fails, tmp_path, monkeypatch):
     assert report["cache"] == "int8" and report["draft"] == "quantspec" and report["results"][1]["samples"] == 4
     for arguments, *words in (
         (["qspec_none"], "there is no task 'qspec_none', nor one like it, among the "),
-        (["qspec_last", "--include-path", tmp_path / "none"], "no directory with tasks"),
+        (["qspec_last", "--include-path", tmp_path / "none"], "no such directory; include_path (--include-path) should name one"),
         (["qspec_last", "--metadata", "[1]"], "--metadata '[1]' should be a JSON object"),
-        (["qspec_last", "--limit", "0"], "limit 0 should be more than 0"),
-        (["qspec_last", "--num-fewshot", "50", "--include-path", TASKS], "lm_eval cannot do qspec_last so (ValueError: "),
-        (["qspec_needle", "--include-path", TASKS], "lm_eval cannot do qspec_needle so (KeyError: 'max_seq_lengths'"),
+        (["qspec_last", "--limit", "0"], "limit 0 should be above 0"),
+        (["qspec_last", "--num-fewshot", "50", "--include-path", TASKS], "lm_eval failed on qspec_last: ValueError: "),
+        (["qspec_needle", "--include-path", TASKS], "lm_eval failed on qspec_needle: KeyError: 'max_seq_lengths'"),
         (["hellaswag"], "the data of hellaswag cannot be read"),
         (["niah_single_1"], "niah_single_1 cannot be read", "pip install"),
-        (["mine", "--include-path", broken], broken / "mine.yaml", "no task that lm_eval can read"),
-        (["yours", "--include-path", wrong], "lm_eval cannot do yours so (", "cod"),
+        (["mine", "--include-path", broken], broken / "mine.yaml", "lm_eval cannot read a task from it"),
+        (["yours", "--include-path", wrong], "lm_eval failed on yours: ", "cod"),
         (["mine", "--include-path", wrong], f"{wrong} has yours"),
     ):
         fails(["eval", "harness", *arguments], *words)

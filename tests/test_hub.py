@@ -115,7 +115,7 @@ def test_without_a_network(tmp_path):
     for how in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}):
         ran = qspec(tmp_path, "convert", "org/name", "out", **how)
         assert (ran.returncode, ran.stdout) == (2, "") and not (tmp_path / "out").exists()
-        assert len(ran.stderr.splitlines()) == 1 and "org/name: no such directory, and not to be had from the" in ran.stderr
+        assert len(ran.stderr.splitlines()) == 1 and "org/name: no such directory, and it cannot be fetched from the" in ran.stderr
 
 
 @pytest.mark.parametrize("name", ["nowhere", "/nowhere/model", "../org/name", "a/b/c", "org/name@", "org/na me"])

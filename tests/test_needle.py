@@ -8,10 +8,9 @@ import jax
 import pytest
 from rich.console import Console
 
-from qspec_jax import demo, evaluate, plots
+from qspec_jax import demo, plots
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
-from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.results import Result
 from qspec_jax.drafts import make_draft
@@ -163,7 +162,7 @@ def test_who_reads_the_needle_drafts_the_answer(embedded, tokenizer):
     has a cache of its own, whatever the target's: over the full one its program is half as large.
     """
     found = needle.answered(embedded, tokenizer, length=320, depths=[0.1, 0.2], samples=3, style="two-names")
-    assert len(found.texts) == 6 and found.right >= needle.LEAST_RIGHT * 6 and not found.void
+    assert len(found.texts) == 6 and found.right >= needle.MIN_RIGHT * 6 and not found.void
     rates = {}
     for draft, cache in (("sparse:budget=0.25,weight_bits=16", "int8"), ("streaming-llm:budget=0.5", "full")):
         config = GenerationConfig(max_new_tokens=found.answer_tokens, group_size=32, cache=cache)
@@ -187,7 +186,7 @@ def test_needles_are_texts_of_their_own(fails, directory, tmp_path):
     for more in (["--mode", "free-running"], ["--texts", 2], ["--file", tmp_path / "text.txt"], ["--max-new-tokens", 512]):
         fails([*base, "--needles", "names", *more], "--needles", more[0])
     for more in (["--depths", "0.2,0.5"], ["--samples", 8]):
-        fails([*base, *more], f"{more[0]} goes with --needles")
+        fails([*base, *more], f"{more[0]} is only for --needles")
 
 
 def test_one_method_and_its_table(run, directory):
@@ -257,12 +256,12 @@ def test_table_and_plot_have_every_cell(tmp_path, monkeypatch):
     report = needle.NeedleReport("text", 0, "float32", cells, needle.Agreement(72, 35, 34))
     console = Console(width=150)
     with console.capture() as captured:
-        console.print(needle.table(report))
+        console.print(report.table())
     rows = [[word for word in line.split() if "/9" in word] for line in captured.get().splitlines() if "/9" in line]
     assert rows == [["0/9", "2/9"], ["1/9", "3/9"], ["4/9", "6/9"], ["5/9", "7/9"]]
     assert "6 of 36 right; some prompts are up to 2 tokens shorter" in captured.get()
     assert "Of 72 prompts, both gave the same tokens for 35 and the same score for 34." in captured.get()
-    needle.plot(report, tmp_path / "needle.png")
+    plots.save(report.figure(), tmp_path / "needle.png")
     assert (tmp_path / "needle.png").read_bytes().startswith(b"\x89PNG")
     # A row for each depth, a column for each length.
     images = [axes.images[0].get_array() * 9 for axes in figures[0].axes[:2]]
@@ -295,10 +294,3 @@ def test_table_and_plot_have_every_cell(tmp_path, monkeypatch):
 )
 def test_bad_flags(fails, directory, flags, word):
     fails(["eval", "needle", "--model", directory, "--lengths", "100", *flags], word)
-
-
-def test_a_batch_is_found_where_it_was():
-    with pytest.warns(DeprecationWarning, match=r"is qspec_jax\.decoding\.batch\.run_batch now"):
-        assert evaluate.run_batch is run_batch
-    with pytest.raises(AttributeError, match="no attribute 'run'"):
-        _ = evaluate.run

@@ -10,11 +10,11 @@ from runs import with_draft
 
 from qspec_jax import GenerationConfig, InputError, demo, generate
 from qspec_jax.checkpoints.loading import load_model
-from qspec_jax.checkpoints.tokenizers import load_tokenizer
-from qspec_jax.checkpoints.vocabulary import padding_from
+from qspec_jax.checkpoints.tokenizers import load_tokenizer, padding_from
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.requests import Request
 from qspec_jax.drafts import make_draft
+from qspec_jax.evaluate.acceptance import teacher_forced
 
 IDS, PADDED = 4096, 4160  # of the embedded model's tokenizer, and of the target
 TOKENIZER = load_tokenizer(demo.MODEL)
@@ -60,6 +60,17 @@ def test_padding_is_never_generated(draft, temperature, loud):
         loud, [Request(TOKENIZER(PROMPT)["input_ids"], config, jax.random.fold_in(settings["key"], 0))], tokenizer=TOKENIZER
     )
     assert result.token_ids == found
+
+
+def test_padding_is_never_drafted_along_a_text(loud, folders):
+    """Acceptance is that of a model whose padding is never likely; without a tokenizer target and draft agree on padding."""
+    text = TOKENIZER("".join(f"import module_{i}\n" for i in range(20)))["input_ids"]
+    plain, key = load_model(folders[PADDED]), jax.random.key(0)
+    found, expected, without = (
+        teacher_forced(model, make_draft("quantspec", model), [text], GREEDY, key, tokenizer)
+        for model, tokenizer in ((loud, TOKENIZER), (plain, TOKENIZER), (loud, None))
+    )
+    assert found == expected and found.drafted and without.acceptance_rate == 1.0 > found.acceptance_rate
 
 
 def test_without_a_tokenizer_nothing_says_what_is_padding(loud):

@@ -19,8 +19,9 @@ from qspec_jax.checkpoints import loading
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.errors import InputError
-from qspec_jax.evaluate import perplexity
-from qspec_jax.evaluate.perplexity import cache_view, divergence, score, token_logprobs
+from qspec_jax.evaluate import perplexity, scoring
+from qspec_jax.evaluate.cache_views import cache_view
+from qspec_jax.evaluate.scoring import divergence, score, token_logprobs
 
 G = 4
 PROMPTS = random_prompts([1, G + 1, 2 * G, 5 * G + 3])
@@ -45,7 +46,7 @@ def expected(model):
 @pytest.fixture(scope="module")
 def scores(model):
     """Through all three caches, in blocks that end where a group does only when they must."""
-    views = [cache_view(cache, group_size=G) for cache in perplexity.DEFAULT_VIEWS]
+    views = [cache_view(cache, group_size=G) for cache in perplexity.DEFAULT_CACHES]
     return score(model, PROMPTS, CONTINUATIONS, views, width=7)
 
 
@@ -81,8 +82,8 @@ def test_a_wrong_schedule_is_seen(monkeypatch, model, expected, fault):
         monkeypatch.setattr(HierarchicalCache, "flush", lambda cache: (cache, jnp.zeros_like(cache.lengths.buffered)))
     room = 1 if fault == "a block one too long" else 100
     monkeypatch.setattr(HierarchicalCache, "draft_room", property(lambda cache: 2 * G - 1 + room - cache.lengths.buffered))
-    afresh = Compiled(lambda *args, **static: perplexity._score(*args, **static), static_argnames=("width", "kinds", "guesses"))
-    monkeypatch.setattr(perplexity, "SCORE", afresh)
+    afresh = Compiled(lambda *args, **static: scoring._score(*args, **static), static_argnames=("width", "kinds", "guesses"))
+    monkeypatch.setattr(scoring, "SCORE", afresh)
     found = token_logprobs(model, PROMPTS, CONTINUATIONS, CacheConfig(group_size=G), width=7)
     errors = [
         np.abs(found[row, : len(tokens)] - logprobs_of(expected["int8"][row], tokens)).max() for row, tokens in enumerate(CONTINUATIONS)
@@ -135,8 +136,8 @@ def test_figures_by_hand():
     """Two caches, two texts of three tokens."""
     logprobs = -np.array([[[1.0, 2, 3], [2, 2, 2]], [[1, 2, 3], [2, 2, 5]]])
     agrees = np.array([[[True] * 3] * 2, [[True] * 3, [True, False, False]]])
-    scores = perplexity.Scores(logprobs, np.array([[[0.0] * 3] * 2, [[0, 0, 0], [0, 0.5, 1]]]), agrees, agrees)
-    found = perplexity.figures(scores, 1, 30)
+    scores = scoring.Scores(logprobs, np.array([[[0.0] * 3] * 2, [[0, 0, 0], [0, 0.5, 1]]]), agrees, agrees)
+    found = scoring.figures(scores, 1, 30)
     assert found.perplexity == pytest.approx(np.exp(2.5))
     assert found.perplexity_change == pytest.approx(np.exp(0.5) - 1)
     assert found.bits_per_byte == pytest.approx(15 / np.log(2) / 30)
@@ -149,8 +150,8 @@ def test_figures_by_hand():
 
 def test_batches():
     texts = [[i] for i in range(17)]
-    assert [len(batch) for batch in perplexity.batches(texts)] == [6, 6, 5]
-    assert [text for batch in perplexity.batches(texts) for text in batch] == texts
+    assert [len(batch) for batch in scoring.batches(texts)] == [6, 6, 5]
+    assert [text for batch in scoring.batches(texts) for text in batch] == texts
 
 
 # The command -----------------------------------------------------------------------------------------------------------
@@ -171,7 +172,7 @@ def files(tmp_path_factory):
 
 def test_eval_perplexity(run, directory, files, tmp_path, monkeypatch):
     """Its figures are those of one full pass, and of a second batch as of the first; its JSON, its plot, its table."""
-    monkeypatch.setattr(perplexity, "ROWS", 2)
+    monkeypatch.setattr(scoring, "ROWS", 2)
     plot = tmp_path / "plot.png"
     code, out, err = run("eval", "perplexity", *files, "--model", directory, *SIZES, "--json", "--plot", plot)
     assert (code, err) == (0, "")

@@ -22,7 +22,7 @@ from qspec_jax.drafts import quantspec
 from qspec_jax.drafts.draft import Reads
 from qspec_jax.drafts.quantspec import QuantSpecDraft
 from qspec_jax.errors import InputError
-from qspec_jax.evaluate.perplexity import token_logprobs
+from qspec_jax.evaluate.scoring import token_logprobs
 from qspec_jax.models.viewed import ViewedModel
 
 EOS = 5

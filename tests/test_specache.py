@@ -28,7 +28,7 @@ from qspec_jax.decoding.batch import Request, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
 from qspec_jax.errors import InputError
-from qspec_jax.evaluate.perplexity import token_logprobs
+from qspec_jax.evaluate.scoring import token_logprobs
 from qspec_jax.models.prompts import padded
 
 FULL = GenerationConfig(max_new_tokens=6, draft="none", cache="full", group_size=4, ignore_eos=True, num_speculative_tokens=0)

@@ -13,8 +13,8 @@ from qspec_jax.decoding.text import text_of
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import answers, needle, tasks
 from qspec_jax.evaluate.answers import Method
-from qspec_jax.evaluate.stream import split_tokens
 from qspec_jax.evaluate.tasks import Sample, Settings, make_samples, score, similarity
+from qspec_jax.evaluate.texts import split_tokens
 
 SMALL = Settings(64, 5, 16, depths=(0, 0.5, 1))
 LARGE = Settings(300, 5, 24, depths=(0.2, 0.8), seed=1)
@@ -60,7 +60,7 @@ def test_samples_are_the_texts_own(tokenizer, texts, asked):
             assert len(sample.answer) == asked.max_new_tokens
         else:
             context, _, begun = prompt.rpartition("\n")
-            assert context in circle and len(begun + answer) >= tasks.LEAST_RETRIEVED
+            assert context in circle and len(begun + answer) >= tasks.MIN_RETRIEVED
             # Once, and so is its beginning; it could not be told from its end alone which line is meant.
             assert context.count(begun + answer) == context.count(begun.strip()) == 1
             lines = context.split("\n")

@@ -25,7 +25,7 @@ from qspec_jax.drafts.registry import USUAL, make_draft
 from qspec_jax.errors import InputError, named
 from qspec_jax.evaluate import acceptance
 from qspec_jax.evaluate.acceptance import Acceptance, with_error
-from qspec_jax.evaluate.stream import cut
+from qspec_jax.evaluate.texts import cut
 from qspec_jax.models.llama import Llama
 from qspec_jax.reports import Run, formatted, grid, page, progress_bar, this_run
 

@@ -1,4 +1,4 @@
-"""How a checkpoint's generation_config.json has text generated, as `generate` of transformers takes it."""
+"""The sampling settings of a checkpoint's generation_config.json, as `generate` of transformers reads them."""
 
 import dataclasses
 import logging
@@ -22,11 +22,11 @@ class _Setting:
     """A setting of `generate`.
 
     Attributes:
-        default: what transformers takes where neither the checkpoint nor the caller says anything.
-        off: what changes nothing; also what None from the caller means.
-        fits: whether a number may be taken.
-        words: what it should be.
-        sampled: whether greedy decoding leaves it out.
+        default: transformers' value if neither the checkpoint nor the caller gives one.
+        off: the value that changes nothing, also for None from the caller.
+        fits: whether a number is valid.
+        words: the valid values, for a message.
+        sampled: whether it is left out in greedy decoding.
     """
 
     default: float
@@ -46,7 +46,7 @@ SAMPLING = {
     "repetition_penalty": _Setting(1.0, 1.0, lambda x: PENALTIES[0] <= x <= PENALTIES[1], "a number from 0.01 to 100", sampled=False),
 }
 
-# Settings that change what transformers generates and that there are none of here, with the values that change nothing.
+# Settings of transformers that this library does not have, with the values that change nothing.
 _NOT_TAKEN = {
     "num_beams": (1,),
     "penalty_alpha": (0,),
@@ -72,10 +72,10 @@ _NOT_TAKEN = {
 
 @dataclasses.dataclass(frozen=True)
 class StoredDefaults:
-    """What the generation_config.json of a checkpoint says.
+    """The settings of a checkpoint's generation_config.json.
 
     Attributes:
-        path: the file, None where there is none.
+        path: the file; None if there is none.
         values: its settings, without those that are null.
     """
 
@@ -85,17 +85,17 @@ class StoredDefaults:
     def with_said(self, said: Mapping[str, Any]) -> dict[str, float | int]:
         """The settings that `generate(**said)` of transformers takes, as fields of this library's `GenerationConfig`.
 
-        What the caller says goes before what the file says, and that before transformers' own defaults, of which one filters: a top_k
-        of 50. Without do_sample, of either, decoding is greedy, and all but the repetition penalty is left out.
+        The caller's settings take precedence, then the file's, then transformers' own defaults, of which one filters: a top_k of 50.
+        Without do_sample decoding is greedy, and all settings but the repetition penalty are left out.
 
         Args:
-            said: settings by the names that transformers has for them; None turns one off.
+            said: the caller's settings by transformers' names; None turns one off.
 
         Returns:
             temperature, which is 0 for greedy decoding, top_k, top_p, min_p and repetition_penalty.
 
         Raises:
-            InputError: for a value of the wrong type or out of range, among those that are used.
+            InputError: for a value of the wrong type or out of range, if it is used.
         """
         sampled = said["do_sample"] if "do_sample" in said else self.values.get("do_sample")
         if not isinstance(sampled, bool | None):
@@ -114,18 +114,18 @@ class StoredDefaults:
         return taken
 
     def described(self, said: Mapping[str, Any], taken: Mapping[str, float | int], caller: str) -> str:
-        """One line that says what is taken from where, for the log.
+        """One line for the log: the settings in use and their sources.
 
         Args:
             said: as given to `with_said`.
-            taken: what that returned.
-            caller: who said it, such as "the task".
+            taken: the settings that `with_said` returned.
+            caller: a name for the source of `said`, such as "the task".
         """
         sampled = taken["temperature"] > 0
         used = [name for name, setting in SAMPLING.items() if sampled or not setting.sampled]
         shown = [name for name in used if name == "temperature" or taken[name] != SAMPLING[name].off]
-        source = lambda name: f"of {caller}" if name in said else f"of {FILE}" if name in self.values else "transformers' default"
-        each = [f"{name} {taken[name]:g} ({source(name)})" for name in shown]
+        sources = [f"of {caller}" if name in said else f"of {FILE}" if name in self.values else "transformers' default" for name in shown]
+        each = [f"{name} {taken[name]:g} ({source})" for name, source in zip(shown, sources)]
         return ", ".join(["generation: sampled" if sampled else "generation: greedy", *each])
 
     def _refused(self, name: str, value: Any, words: str, said: Mapping[str, Any]) -> InputError:
@@ -134,13 +134,10 @@ class StoredDefaults:
 
 
 def stored_defaults(directory: str | Path) -> StoredDefaults:
-    """The generation_config.json of a checkpoint's directory, or of ORG/NAME on the Hub. A warning names what is not taken from it.
-
-    Args:
-        directory: where the checkpoint is.
+    """The settings of generation_config.json in a checkpoint's directory, or of ORG/NAME on the Hub; a warning names unsupported ones.
 
     Raises:
-        InputError: for a file that cannot be read, and for a directory that is none.
+        InputError: for a file that cannot be read, and for a directory that does not exist.
     """
     path = local(directory) / FILE
     if not path.exists():
@@ -148,15 +145,12 @@ def stored_defaults(directory: str | Path) -> StoredDefaults:
     values = {name: value for name, value in read_json(path).items() if value is not None}
     if left_out := [name for name, neutral in _NOT_TAKEN.items() if name in values and values[name] not in neutral]:
         names = ", ".join(left_out) + (" is" if len(left_out) == 1 else " are")
-        warn_once(log, f"{path}: {names} not taken: there is no such setting here")
+        warn_once(log, f"{path}: {names} not taken: qspec has no such setting")
     return StoredDefaults(path, values)
 
 
 def generation_defaults(directory: str | Path) -> dict[str, float | int]:
-    """The settings with which transformers' `generate` decodes a checkpoint where the caller says nothing, as fields of `GenerationConfig`.
-
-    Args:
-        directory: where the checkpoint is.
+    """The settings with which transformers' `generate` decodes a checkpoint by default, as fields of `GenerationConfig`.
 
     Returns:
         temperature, top_k, top_p, min_p and repetition_penalty; a checkpoint that does not sample has temperature 0.

@@ -20,34 +20,41 @@ SMALL_FILES = (
 )
 TEMPLATES = "additional_chat_templates/*.jinja"  # further chat templates, as transformers stores them
 _FETCHED = ("*.safetensors", "*.safetensors.index.json", *SMALL_FILES)
-# Left out: another layout of the same weights, and all that is in folders and that no index names.
-_LEFT = ("consolidated*", "adapter*", "*/*")
+# Another layout of the same weights, and files in folders, unless an index names them.
+_NOT_FETCHED = ("consolidated*", "adapter*", "*/*")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
 
 
 def local(checkpoint: str | Path, *, progress: bool | None = None) -> Path:
-    """The directory of a checkpoint: itself, or, for ORG/NAME or ORG/NAME@REVISION, what is fetched from the Hub.
+    """The directory of a checkpoint.
 
-    progress: bars on standard error; None shows them on a terminal. Raises InputError where it is neither a directory nor to be had.
+    Args:
+        checkpoint: a directory, or ORG/NAME or ORG/NAME@REVISION, which is fetched from the Hub.
+        progress: whether bars are shown; None: where standard error is a terminal.
+
+    Raises:
+        InputError: if it is no directory and cannot be fetched.
     """
+    if checkpoint == "":
+        raise InputError("the name of the checkpoint is empty; a Hugging Face checkpoint directory is needed, or ORG/NAME on the Hub")
     directory = Path(checkpoint)
     with reading(checkpoint):
         if directory.is_dir():
             return directory
         if directory.exists():
             raise InputError(f"{checkpoint}: {describe_file(directory)}")
-        # In a folder that exists, a name that does not is a path that was mistyped.
+        # A name that does not exist in a folder that does is a mistyped path.
         mistyped = directory.parent.is_dir() and "@" not in directory.name
         if mistyped or not _NAME.fullmatch(str(checkpoint)):
             raise InputError(f"{checkpoint}: no such directory; a Hugging Face checkpoint directory is needed, or ORG/NAME on the Hub")
-    from huggingface_hub import constants, utils  # slow to import, and for a directory not needed
+    from huggingface_hub import constants, utils  # slow to import, and not needed for a directory
 
     hide = not (sys.stderr.isatty() if progress is None else progress) and constants.HF_HUB_DISABLE_PROGRESS_BARS is None
     if hide:
         utils.disable_progress_bars()
     try:
         found = _fetched(str(checkpoint))
-        if not found.is_dir():  # it was removed since
+        if not found.is_dir():  # removed since it was fetched
             _fetched.cache_clear()
             found = _fetched(str(checkpoint))
         return found
@@ -57,7 +64,7 @@ def local(checkpoint: str | Path, *, progress: bool | None = None) -> Path:
 
 
 def _named_elsewhere(snapshot: Path) -> list[str]:
-    """Patterns for the weights that an index, or config.json, names and that are not fetched by themselves: those in folders."""
+    """Patterns for the weights that an index or config.json names and that _FETCHED leaves out: those in folders."""
     try:
         names = weight_files(snapshot).names
     except InputError:  # loading says what is wrong
@@ -73,16 +80,16 @@ def _fetched(name: str) -> Path:
     unreached = None
     try:
         HfApi().model_info(repository, revision=revision or "main", timeout=30)
-    except Exception as error:  # whatever the network and the Hub raise
+    except Exception as error:  # the network and the Hub raise many kinds
         unreached = error
     fetch = functools.partial(snapshot_download, repository, revision=revision or None, local_files_only=unreached is not None)
     try:
-        found = fetch(allow_patterns=_FETCHED, ignore_patterns=_LEFT)
+        found = fetch(allow_patterns=_FETCHED, ignore_patterns=_NOT_FETCHED)
         if further := _named_elsewhere(Path(found)):
             found = fetch(allow_patterns=further)
     except Exception as error:
         reason = with_type(unreached or error)
-        raise InputError(f"{name}: no such directory, and not to be had from the Hugging Face Hub ({reason})") from None
+        raise InputError(f"{name}: no such directory, and it cannot be fetched from the Hugging Face Hub ({reason})") from None
     if unreached:
         log.warning("%s: the Hub did not answer (%s); this is commit %s of the local cache", name, one_line(unreached), Path(found).name)
     return Path(found)

@@ -5,7 +5,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterable, Set
+from collections.abc import Set
 from pathlib import Path
 
 import ml_dtypes
@@ -15,16 +15,16 @@ from safetensors import SafetensorError, safe_open
 from qspec_jax.checkpoints.hub import local
 from qspec_jax.checkpoints.other_formats import MERGE, describe_folder, is_of_an_adapter
 from qspec_jax.checkpoints.tensor_names import BASE, TABLES, canonical, places, tensor_shapes
-from qspec_jax.checkpoints.weight_files import WeightFiles, weight_files
-from qspec_jax.errors import InputError, one_line, reading, warn_once
+from qspec_jax.checkpoints.weight_files import INDEX, WHOLE, WeightFiles, weight_files
+from qspec_jax.errors import InputError, listed, one_line, reading, warn_once
 from qspec_jax.files import read_json, refuse_pointer
 from qspec_jax.models.config import LlamaConfig, eos_token_ids, quantized_already, stated_dtype
 
 log = logging.getLogger(__name__)
 
-# Buffers that old checkpoints carry and that are computed here.
+# Buffers of old checkpoints, which are computed here.
 _IGNORED = re.compile(r"((.*\.)?rotary_emb\.inv_freq|.*\.masked_bias|.*\.attn\.bias)$")
-# What GPTQ, AWQ, compressed-tensors, bitsandbytes, FP8 checkpoints and MLX have beside, or in place of, a weight.
+# Tensors that GPTQ, AWQ, compressed-tensors, bitsandbytes, FP8 checkpoints and MLX have beside or instead of a weight.
 _OF_QUANTIZATION = re.compile(
     r".*\.(qweight|qzeros|g_idx|weight_packed|weight_shape|weight_scale(_inv|_2)?|weight_zero_point|input_scale|SCB|weight_format|scales|biases"
     r"|weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..*))$"
@@ -32,18 +32,21 @@ _OF_QUANTIZATION = re.compile(
 _CODES = ("I8", "U8", "I16", "U16", "I32", "U32")  # dtypes of packed weights, besides F8_E4M3 and the like
 _FLOATS = {"F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32, "F64": np.float64}
 _NAMES = {kind: np.dtype(dtype).name for kind, dtype in _FLOATS.items()}
-_COMPARED = 1 << 24  # numbers at a time
-# The bits that are all set in infinities and NaNs alone: numpy takes several times as long to ask a bfloat16 what it is.
+_COMPARED = 1 << 24  # numbers compared at a time
+# Bits that are all set only in infinities and NaNs; numpy's isfinite takes several times as long for bfloat16.
 _EXPONENTS = {np.float16: 0x7C00, ml_dtypes.bfloat16: 0x7F80, np.float32: 0x7F800000, np.float64: 0x7FF0000000000000}
-_EXAMINED = 1 << 17  # numbers at a time: what a core's cache holds
+_EXAMINED = 1 << 17  # numbers examined at a time; they fit a core's cache
 
 
 def load_config(directory: str | Path, *, dtype: str | None = None) -> LlamaConfig:
-    """The model's config, with the EOS ids of generation_config.json where it has them. Raises InputError as `LlamaConfig.from_hf`.
+    """The model's config, with the EOS ids of generation_config.json if that has them.
 
     Args:
         directory: the checkpoint's directory, or its name on the Hub.
-        dtype: the weights' dtype where config.json has none; None is the dtype of the tensors, or float32 where there are none.
+        dtype: the weights' dtype if config.json has none; None: the dtype of the tensors, or float32 if there are none.
+
+    Raises:
+        InputError: for a directory without a config, and as `LlamaConfig.from_hf` does.
     """
     directory = local(directory)
     path = directory / "config.json"
@@ -51,7 +54,7 @@ def load_config(directory: str | Path, *, dtype: str | None = None) -> LlamaConf
         missing = not path.exists()
     if missing:
         reason = "it is a link to a file that is not there" if path.is_symlink() else "No such file or directory"
-        hint = describe_folder(directory)
+        hint = describe_folder(directory) or ("an empty name or . is the current directory" if directory == Path() else "")
         raise InputError(
             f"{path}: cannot be read ({reason}); the directory of a Hugging Face checkpoint is needed{f', and {hint}' if hint else ''}"
         )
@@ -67,7 +70,7 @@ def load_config(directory: str | Path, *, dtype: str | None = None) -> LlamaConf
 
 
 def _dtype_of_tensors(directory: Path, default: str) -> str:
-    """The dtype of a directory's weights: what their index says, or of the first tensor of floats, as transformers takes it."""
+    """The dtype of a directory's weights as transformers finds it: that of their index, or of the first tensor of floats."""
     files = weight_files(directory)
     if files.dtype and (stated := files.dtype.removeprefix("torch.")) in _NAMES.values():
         return stated
@@ -79,7 +82,7 @@ def _dtype_of_tensors(directory: Path, default: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor as it lies in a safetensors file. start: where its first byte is."""
+    """A tensor in a safetensors file, whose first byte is at `start`."""
 
     file: Path
     dtype: str
@@ -87,10 +90,15 @@ class Tensor:
     start: int
 
     def read(self, first: int = 0, rows: int | None = None, memory: np.ndarray | None = None) -> np.ndarray:
-        """Some rows of the tensor, from `first` on, or all; copied, since a mapped file would count as memory in use, as much of it as was
-        ever read.
+        """Rows of the tensor, copied, since the pages of a mapped file would count as memory in use.
 
-        memory: bytes to read them into. Raises InputError where the file cannot be read, or is shorter than when it was opened.
+        Args:
+            first: the first row.
+            rows: the number of rows; None: all.
+            memory: bytes to read into; None: new memory.
+
+        Raises:
+            InputError: if the file cannot be read, or is shorter than when it was opened.
         """
         shape, dtype = self.shape if rows is None else (rows, *self.shape[1:]), _FLOATS[self.dtype]
         array = np.empty(shape, dtype) if memory is None else memory.view(dtype).reshape(shape)
@@ -98,11 +106,11 @@ class Tensor:
             file.seek(self.start + first * math.prod(self.shape[1:]) * array.itemsize)
             count = file.readinto(array.reshape(-1).view(np.uint8))
         if count != array.nbytes:
-            raise InputError(f"{self.file}: shorter than when it was opened; it must not change while it is read")
+            raise InputError(f"{self.file}: is shorter than when it was opened; it must not change while it is read")
         return array
 
     def equals(self, other: "Tensor") -> bool:
-        """Whether two tensors are the same bit for bit; they are read a part at a time."""
+        """Whether two tensors have the same bits; they are read a part at a time."""
         if (self.dtype, self.shape) != (other.dtype, other.shape):
             return False
         rows = max(1, _COMPARED // max(1, math.prod(self.shape[1:])))
@@ -111,9 +119,10 @@ class Tensor:
 
 
 class Source:
-    """A Hugging Face directory whose tensors are there and of the right shapes, to be read one at a time.
+    """A Hugging Face directory with all tensors of its model in the right shapes, which are read one at a time.
 
-    Raises InputError that lists every missing, unexpected or misshapen tensor at once, and for a directory that is none.
+    Raises:
+        InputError: for a directory without a checkpoint; it lists every missing, unexpected or misshapen tensor at once.
     """
 
     def __init__(self, directory: str | Path):
@@ -122,11 +131,11 @@ class Source:
         self.tensors: dict[str, Tensor] = {}
         self.twice: list[tuple[str, Tensor, Tensor]] = []
         self._names_in: dict[str, Set[str]] = {}
-        self._is_base = False  # whether its tensors have the names of a model without its head
+        self._is_base = False  # whether its tensors have names of a model without a head
         self.not_finite: set[str] = set()
         self.files = weight_files(self.directory)
         self._open()
-        if self.config.num_layers > len(self.tensors):  # before so many are counted
+        if self.config.num_layers > len(self.tensors):  # a huge number of layers would take long to count
             raise InputError(
                 f"{directory}: config.json asks for {self.config.num_layers} layers, and there are {len(self.tensors)} tensors"
             )
@@ -135,7 +144,7 @@ class Source:
         self._check()
 
     def read(self, path: str, memory: np.ndarray | None = None) -> np.ndarray:
-        """The weight at a path of the model, as it is stored. memory: `read_bytes` bytes to read it into."""
+        """The weight at a path of the model, as it is stored, read into `memory` of `read_bytes` bytes if that is given."""
         place = self.places[path]
         tensor = self.tensors[place.name]
         return tensor.read(memory=memory) if place.first is None else tensor.read(place.first, place.shape[0], memory)
@@ -146,7 +155,7 @@ class Source:
         return place.size * np.dtype(_FLOATS[self.tensors[place.name].dtype]).itemsize
 
     def check_contents(self) -> None:
-        """Raises InputError where a tensor that is there twice, or the head of tied embeddings, is not the same both times."""
+        """Raises InputError if the two copies of a tensor differ, or the head and the embedding that it is tied to."""
         for name, one, other in self.twice:
             if not one.equals(other):
                 where = f"both {one.file.name} and {other.file.name}" if one.file != other.file else f"{one.file.name} by two names"
@@ -157,15 +166,15 @@ class Source:
             )
 
     def examine(self, path: str, weight: np.ndarray) -> None:
-        """Remembers the tensor of a weight if there is an infinity or a NaN among its numbers, in the dtype that it is used in."""
+        """Notes the tensor of a weight, which has the dtype that it is used in, if it has infinities or NaNs."""
         if not all_finite(weight):
             self.not_finite.add(self.places[path].name)
 
     def warn_of_not_finite(self) -> None:
-        """Logs which of the tensors that were examined hold infinities or NaNs."""
+        """Logs the names of examined tensors that have infinities or NaNs."""
         if names := sorted(self.not_finite):
             hold = "1 tensor holds" if len(names) == 1 else f"{len(names)} tensors hold"
-            log.warning("%s: %s numbers that are not finite: %s", self.directory, hold, _some(names))
+            log.warning("%s: %s numbers that are not finite: %s", self.directory, hold, listed(names))
 
     @property
     def head(self) -> str:
@@ -179,11 +188,11 @@ class Source:
 
     @property
     def carries_head(self) -> bool:
-        """Whether the head of tied embeddings is there too."""
+        """Whether a head is stored although the embeddings are tied."""
         return self.config.tie_word_embeddings and self.head in self.tensors
 
     def _open(self) -> None:
-        """Finds the tensors of all files, and warns of files beside them that are not read."""
+        """Finds the tensors of all files, and warns of other files of weights, which are not read."""
         for name in self.files.names:
             path = self.directory / name
             if not path.is_file():
@@ -196,17 +205,16 @@ class Source:
             self.tensors = found | self.tensors
         if self.files.passed_over:
             read = ", ".join(self.files.names) if self.files.index is None else self.files.index
-            others = _some(self.files.passed_over)
+            others = listed(self.files.passed_over)
             warn_once(log, f"{self.directory}: {read} is read, as transformers does, and {others} passed over")
         if (self.directory / "adapter_config.json").exists():
-            warn_once(log, f"{self.directory}: the model is read without the adapter that lies beside it (adapter_config.json)")
+            warn_once(log, f"{self.directory}: the model is read without the adapter in its directory (adapter_config.json)")
 
     def _rename(self, expected: Set[str]) -> None:
-        """Gives tensors the names that a whole model's have, where the model was saved without its head or has only the head of two tied
-        tensors, and checks that the files hold what their index says.
+        """Gives tensors their names in a whole model, and checks that the files have the tensors that their index names.
 
-        Args:
-            expected: the names of the model's tensors and of its head.
+        Names differ if the model was saved without its head, or if only the head of two tied tensors is stored. `expected` has the names
+        of the model's tensors and of its head.
         """
         own = {name: canonical(name, expected) for name in self.tensors}
         renamed = sorted(name for name in own if own[name] != name)
@@ -218,37 +226,40 @@ class Source:
             self.tensors[own[name]] = tensor
         if self.config.tie_word_embeddings and self.embedding not in self.tensors and self.head in self.tensors:
             self.tensors[self.embedding] = self.tensors.pop(self.head)
-        # One of two tied tensors may be left out, and buffers are not read: of these index and files may say what they like.
+        # One of two tied tensors may be left out, and buffers are not read: index and files may differ in these.
         free = {self.head, self.embedding} if self.config.tie_word_embeddings else set()
-        matters = lambda name: not _IGNORED.match(name) and canonical(name, expected) not in free
+
+        def matters(name: str) -> bool:
+            return not _IGNORED.match(name) and canonical(name, expected) not in free
+
         for file in self.files.names if self.files.index else ():
             index, found = self.directory / self.files.index, self._names_in[file]
             named = {name for name, holder in self.files.weight_map.items() if holder == file}
             if lost := sorted(filter(matters, named - found)):
-                raise InputError(f"{index}: names tensors that {file} lacks: {_some(lost)}")
+                raise InputError(f"{index}: names tensors that {file} lacks: {listed(lost)}")
             if stray := sorted(filter(matters, found - self.files.weight_map.keys())):
-                raise InputError(f"{index}: has no entry for tensors of {file}: {_some(stray)}")
+                raise InputError(f"{index}: has no entry for tensors of {file}: {listed(stray)}")
 
     def _check(self) -> None:
-        """Raises one InputError with all that is wrong with names, shapes and dtypes."""
+        """Raises one InputError for all wrong names, shapes and dtypes."""
         expected = tensor_shapes(self.config)
         if self.carries_head:
             expected[self.head] = self.places["embedding"].shape
         missing = sorted(expected.keys() - self.tensors.keys())
         extra = sorted(k for k in self.tensors.keys() - expected.keys() if not _IGNORED.match(k))
         if any(map(is_of_an_adapter, extra)):
-            raise InputError(f"{self.directory}: its tensors are those of an adapter of PEFT, or not merged ({_some(extra, 2)}); {MERGE}")
+            raise InputError(f"{self.directory}: its tensors are those of an adapter of PEFT, or not merged ({listed(extra, 2)}); {MERGE}")
         named = [name for name in extra if missing and _OF_QUANTIZATION.match(name)]
         packed = [name for name in sorted(self.tensors) if name.endswith("_proj.weight") and _is_of_codes(self.tensors[name].dtype)]
         if named or packed:
-            raise InputError(f"{self.directory}: {quantized_already(_some(named or packed, 2))}")
+            raise InputError(f"{self.directory}: {quantized_already(listed(named or packed, 2))}")
         wrong = []
         if missing:
             alone = " (config.json says that the embeddings are not tied)" if missing == [self.head] else ""
             base = "; it was saved without its head, as a base model: bring the one with it" if alone and self._is_base else ""
-            wrong.append(f"missing {_some(missing)}{alone}{base}")
+            wrong.append(f"missing {listed(missing)}{alone}{base}")
         if extra:
-            wrong.append(f"unexpected {_some(extra)}")
+            wrong.append(f"unexpected {listed(extra)}")
         for name in sorted(expected.keys() & self.tensors.keys()):
             tensor = self.tensors[name]
             if tensor.shape != expected[name]:
@@ -260,28 +271,28 @@ class Source:
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file by their names; none is read. Raises InputError where it is no whole safetensors file."""
+    """The tensors of a safetensors file by their names; none is read. Raises InputError for any other or a truncated file."""
     with reading(path), path.open("rb") as file:
         refuse_pointer(path, file.read(64))
     try:
-        with path.open("rb") as file, safe_open(path, framework="np"):  # which checks the header
+        with path.open("rb") as file, safe_open(path, framework="np"):  # safe_open checks the header
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(size))
     except (SafetensorError, OSError, ValueError) as error:
         raise InputError(f"{path}: not a whole safetensors file ({one_line(error)})") from None
     header.pop("__metadata__", None)
-    start = lambda entry: 8 + size + entry["data_offsets"][0]
-    return {key: Tensor(path, entry["dtype"], tuple(entry["shape"]), start(entry)) for key, entry in header.items()}
+    begin = 8 + size
+    return {key: Tensor(path, e["dtype"], tuple(e["shape"]), begin + e["data_offsets"][0]) for key, e in header.items()}
 
 
 def _why_missing(path: Path, directory: Path, files: WeightFiles) -> str:
-    """What is known of a file of weights that is not there, as the end of a sentence."""
+    """The end of a sentence on a file of weights that is missing: the reason, or what to give."""
     if path.is_symlink():
         return "; it is a link to a file that is not there: fetch it again"
     if files.index:
         return f"; {files.index} names it: fetch it too"
-    hint = describe_folder(directory)
-    return f"; {hint}" if hint else ""
+    whole = f"a Hugging Face checkpoint has its weights in {WHOLE}, or in shards and {INDEX}"
+    return f"; {describe_folder(directory) or whole}"
 
 
 def _is_of_codes(dtype: str) -> bool:
@@ -289,13 +300,8 @@ def _is_of_codes(dtype: str) -> bool:
 
 
 def all_finite(array: np.ndarray) -> bool:
-    """Whether there is neither an infinity nor a NaN in an array of floats, looked at a part at a time."""
+    """Whether an array of floats has neither infinities nor NaNs; it is examined a part at a time."""
     exponent = np.array(_EXPONENTS[array.dtype.type], f"u{array.itemsize}")
     bits = array.reshape(-1).view(exponent.dtype)
     parts = (bits[i : i + _EXAMINED] for i in range(0, len(bits), _EXAMINED))
     return all((part & exponent).max() != exponent for part in parts)
-
-
-def _some(names: Iterable[str], most: int = 8) -> str:
-    names = [name if name.isprintable() else ascii(name) for name in names]
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

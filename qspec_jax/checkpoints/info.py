@@ -1,4 +1,4 @@
-"""What a checkpoint is and what it takes in memory, from its headers alone: no weight is read."""
+"""A summary of a checkpoint and of the memory that it takes, from its headers alone: no weight is read."""
 
 import dataclasses
 import math
@@ -14,11 +14,20 @@ from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.quantization.weights import is_linear, quantize_rows, quantize_weight
 
+GAMMA = 4  # draft tokens in a round, for which caches have room
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelInfo:
-    """What a checkpoint is, and what it takes: bytes of its weights in the dtype that it is loaded in, of what an INT4 draft adds to them,
-    and of the hierarchical cache and a full one for one sequence of `context` tokens."""
+    """A checkpoint's settings and sizes.
+
+    Attributes:
+        weight_bytes: of the weights, in the dtype that the checkpoint is loaded in.
+        draft_weight_bytes: of the INT4 weights that a draft adds.
+        context: tokens of one sequence, for which the caches are sized.
+        cache_bytes: of the hierarchical cache, or the one that was asked for.
+        full_cache_bytes: of a cache in the model's precision.
+    """
 
     architecture: str
     dtype: str
@@ -41,13 +50,16 @@ class ModelInfo:
     full_cache_bytes: int
 
 
-def model_info(
-    directory: str | Path, *, context: int | None = None, cache: CacheConfig | None = None, num_speculative_tokens: int = 4
-) -> ModelInfo:
-    """What a checkpoint is, from its config.json and its tensors' headers.
+def model_info(directory: str | Path, *, context: int | None = None, cache: CacheConfig | None = None) -> ModelInfo:
+    """The summary of a checkpoint, from its config.json and its tensors' headers.
 
-    context: tokens to size the caches for; None is the model's longest sequence. num_speculative_tokens: drafts of a round, for which they
-    have room. Raises InputError as loading would, and for a context below 1.
+    Args:
+        directory: of the checkpoint, or its name on the Hub.
+        context: tokens to size the caches for; None: the model's longest sequence.
+        cache: the cache to size; None: the hierarchical one.
+
+    Raises:
+        InputError: as loading does, and for a context below 1.
     """
     config, dtype = config_and_dtype(directory)
     dtype = jnp.dtype(dtype)
@@ -55,34 +67,25 @@ def model_info(
     if context < 1:
         raise InputError(f"context {context} should be at least 1 token")
     with jax.enable_x64(dtype == jnp.float64):
-        return _sizes(config, dtype, context, cache or CacheConfig(), num_speculative_tokens)
+        return _sizes(config, dtype, context, cache or CacheConfig())
 
 
-def _sizes(config: LlamaConfig, dtype: jnp.dtype, context: int, cache: CacheConfig, num_speculative_tokens: int) -> ModelInfo:
+def _sizes(config: LlamaConfig, dtype: jnp.dtype, context: int, cache: CacheConfig) -> ModelInfo:
     weights = {path: jax.ShapeDtypeStruct(shape, dtype) for path, shape in weight_shapes(config).items()}
     drafted = [jax.eval_shape(quantize_weight, w) for path, w in weights.items() if is_linear(path)]
     drafted.append(jax.eval_shape(quantize_rows, weights.get("head", weights["embedding"])))
 
     def cache_bytes(kind: CacheConfig) -> int:
-        sizes = dict(batch=1, capacity=context, num_speculative_tokens=num_speculative_tokens, dtype=dtype)
+        sizes = dict(batch=1, capacity=context, num_speculative_tokens=GAMMA, dtype=dtype)
         return jax.eval_shape(lambda: kind.empty(config, **sizes)).num_bytes
 
+    parameters = sum(math.prod(w.shape) for w in weights.values())
+    same = ("dtype", "num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
     return ModelInfo(
-        architecture=config.architecture,
-        dtype=config.dtype,
-        parameters=sum(math.prod(w.shape) for w in weights.values()),
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
-        tie_word_embeddings=config.tie_word_embeddings,
-        max_length=config.max_length,
+        **{name: getattr(config, name) for name in (*same, "architecture", "tie_word_embeddings", "max_length", "eos_token_ids")},
         rope_type=config.rope.rope_type,
-        eos_token_ids=config.eos_token_ids,
-        weight_bytes=sum(math.prod(w.shape) for w in weights.values()) * dtype.itemsize,
+        parameters=parameters,
+        weight_bytes=parameters * dtype.itemsize,
         draft_weight_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(drafted)),
         context=context,
         cache_bytes=cache_bytes(cache),

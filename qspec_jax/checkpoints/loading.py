@@ -25,13 +25,17 @@ _LOADED_AS = ("bfloat16", "float32", "float64")
 
 
 def load_model(directory: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None, progress: bool | None = None) -> Llama:
-    """Loads a Hugging Face directory (config.json, one or sharded safetensors) or ORG/NAME on the Hub, one tensor at a time, or a
-    converted directory.
+    """Loads a model, a tensor at a time.
 
-    dtype: bfloat16, float32 or float64; None is the checkpoint's own (float16 becomes bfloat16). mesh: devices to divide the model over,
-    with one axis, "model" (see `models.sharding`); None is the default device. progress: a bar on standard error; None shows it on a
-    terminal. Raises InputError that lists every missing, unexpected or misshapen tensor at once, for a conversion that is not finished, and
-    for devices that the model cannot be divided over.
+    Args:
+        directory: a Hugging Face directory (config.json and safetensors), ORG/NAME on the Hub, or a converted directory.
+        dtype: bfloat16, float32 or float64; None: the checkpoint's own (float16 becomes bfloat16).
+        mesh: devices to divide the model over, with one axis, "model" (see `models.sharding`); None: the default device.
+        progress: whether a bar is shown; None: where standard error is a terminal.
+
+    Raises:
+        InputError: for missing, unexpected or misshapen tensors, which it lists, for an unfinished conversion, for devices that the model
+            cannot be divided over, and for a model that does not fit them.
     """
     directory = local(directory, progress=progress)
     is_converted = converted.is_converted(directory)
@@ -71,10 +75,10 @@ def _load_converted(directory: Path, dtype: str | None, mesh: Mesh | None) -> Ll
 
 
 def _check_fits(directory: Path, placement: Placement, dtype: jnp.dtype) -> None:
-    """Raises InputError where the weights take more than all memory of a device that they are to lie on, one of this process."""
+    """Raises InputError if a device of this process has less memory than its share of the weights takes."""
     mesh = placement.mesh
     own = jax.local_devices() if mesh is None else [each for each in mesh.devices.flat if each.process_index == jax.process_index()]
-    room = (own[0].memory_stats() or {}).get("bytes_limit") if own else None  # which a CPU does not say
+    room = (own[0].memory_stats() or {}).get("bytes_limit") if own else None  # None on a CPU
     needed = placement.bytes_on_device(weight_shapes(placement.config), dtype.itemsize)
     if room is not None and needed > room:
         share = "" if mesh is None else " a device"
@@ -85,7 +89,7 @@ def _check_fits(directory: Path, placement: Placement, dtype: jnp.dtype) -> None
 
 
 def config_and_dtype(directory: str | Path) -> tuple[LlamaConfig, str]:
-    """The config of a checkpoint, and the dtype that it is loaded in by default; no weight is read. Raises InputError as `load_model`."""
+    """The config of a checkpoint, and the dtype that it is loaded as by default; no weight is read. Raises InputError as `load_model`."""
     directory = local(directory)
     if converted.is_converted(directory):
         config, dtype = _checked_conversion(directory)
@@ -102,9 +106,9 @@ def _checked_conversion(directory: Path) -> tuple[LlamaConfig, str]:
 
 
 def as_loaded(dtype: str) -> str:
-    """Returns a dtype to load as. Raises InputError for one that nothing can be loaded as here."""
+    """Returns the dtype. Raises InputError if nothing can be loaded as it."""
     if dtype not in _LOADED_AS:
-        raise InputError(f"dtype {dtype} is not one to load as; {', '.join(_LOADED_AS)} are")
+        raise InputError(f"dtype {dtype} cannot be loaded; it should be one of {', '.join(_LOADED_AS)}")
     if dtype == "float64" and not jax.config.jax_enable_x64:
         raise InputError("float64 needs 64-bit JAX: set JAX_ENABLE_X64=1 or jax.config.update('jax_enable_x64', True)")
     return dtype
@@ -116,7 +120,7 @@ def load(directory: str | Path, *, dtype: str | None = None, mesh: Mesh | None =
 
 
 def stored_dtype(config: LlamaConfig) -> str:
-    """The dtype that a checkpoint is loaded in if no other is asked for."""
+    """The dtype that a checkpoint is loaded as by default."""
     if config.dtype == "float16":
         log.warning("the checkpoint is float16; loading it as bfloat16 (--dtype float32 keeps every bit)")
         return "bfloat16"

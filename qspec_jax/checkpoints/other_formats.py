@@ -1,19 +1,20 @@
-"""What a folder or a file is that is no checkpoint which can be read here, and what to bring in its place."""
+"""Recognizes folders and files that are no readable checkpoint, to say what they are and what to give instead."""
 
 import itertools
 import json
 from pathlib import Path
 
+from qspec_jax.errors import listed
 from qspec_jax.files import IS_POINTER, is_pointer
 
-_GGUF = b"GGUF"  # how such files begin
-_LOOKED_INTO = 200  # files of a folder, whose first bytes are read
+_GGUF = b"GGUF"  # the first bytes of such files
+_MAX_OPENED = 200  # files of a folder whose first bytes are read
 MERGE = "merge it into its base model (merge_and_unload and save_pretrained of PEFT) and bring that"
-_NAMED = 2  # files that a message names
+_MAX_NAMES = 2  # of files in a message
 _NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "rng_state*.pth")  # a training run's, without a model
 _INSTEAD = "bring the model as Hugging Face has it: config.json, model.safetensors and the tokenizer's files"
 _AS_SAFETENSORS = "save the model as safetensors (save_pretrained of transformers)"
-# Names of files or folders, what they are, and what to do; the first that is there counts.
+# Names of files or folders, what they are, and what to do; the first entry that matches counts.
 _FORMATS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("consolidated*.safetensors", "consolidated*.pth"),
@@ -41,19 +42,21 @@ _FORMATS: tuple[tuple[tuple[str, ...], str, str], ...] = (
 
 
 def describe_folder(directory: Path) -> str:
-    """What a directory holds where a checkpoint's config or weights are missing, and what to bring, as a part of a sentence; empty where
-    nothing of it is known."""
+    """A part of a sentence on a directory without a checkpoint's config or weights: what it holds, and what to bring.
+
+    It is empty for a folder that is not recognized.
+    """
     if found := _adapter(directory) or _gguf(directory):
         return found
     for patterns, what, instead in _FORMATS:
         paths = {path for pattern in patterns for path in directory.glob(pattern) if not any(map(path.match, _NO_WEIGHTS))}
         if names := sorted(path.relative_to(directory).as_posix() for path in paths):
-            return f"it holds {what} ({_few(names)}); {instead}"
+            return f"it holds {what} ({listed(names, _MAX_NAMES)}); {instead}"
     return _of_the_hub(directory) or _below(directory)
 
 
 def describe_file(path: Path) -> str:
-    """What a file is that was given for a checkpoint's directory, and what to give, as a part of a sentence."""
+    """A part of a sentence on a file given as a checkpoint's directory: what it is, and what to give."""
     begins = _first_bytes(path)
     if begins.startswith(_GGUF) or path.suffix.lower() == ".gguf":
         return f"is a model in GGUF (llama.cpp), which is not read; {_INSTEAD}"
@@ -65,7 +68,7 @@ def describe_file(path: Path) -> str:
 
 
 def is_of_an_adapter(tensor: str) -> bool:
-    """Whether a tensor's name is one of PEFT's, for an adapter or a model that it is not merged into."""
+    """Whether a tensor's name is one of PEFT's: of an adapter, or of a model with an adapter that is not merged."""
     return tensor.startswith("base_model.model.") or any(part in tensor for part in (".lora_", ".base_layer.", ".modules_to_save."))
 
 
@@ -82,27 +85,30 @@ def _adapter(directory: Path) -> str:
 
 
 def _gguf(directory: Path) -> str:
-    beside = itertools.islice((path for path in sorted(directory.iterdir()) if path.is_file()), _LOOKED_INTO)
+    beside = itertools.islice((path for path in sorted(directory.iterdir()) if path.is_file()), _MAX_OPENED)
     names = [path.name for path in beside if path.suffix.lower() == ".gguf" or _first_bytes(path).startswith(_GGUF)]
-    return f"it holds a model in GGUF (llama.cpp), which is not read ({_few(names)}); {_INSTEAD}" if names else ""
+    return f"it holds a model in GGUF (llama.cpp), which is not read ({listed(names, _MAX_NAMES)}); {_INSTEAD}" if names else ""
 
 
 def _of_the_hub(directory: Path) -> str:
     """What a folder of the Hub's cache is."""
     place = directory.absolute()
-    name = lambda folder: folder.name.removeprefix("models--").replace("--", "/")
-    if place.parent.name == "snapshots" and place.parent.parent.name.startswith("models--"):
-        repository = name(place.parent.parent)
+    is_snapshot = place.parent.name == "snapshots"
+    folder = place.parent.parent if is_snapshot else place
+    repository = folder.name.removeprefix("models--").replace("--", "/")
+    if not folder.name.startswith("models--"):
+        return ""
+    if is_snapshot:
         return f"it is a snapshot of {repository} without weights; {repository} has no safetensors, or they are still to be fetched"
-    if place.name.startswith("models--") and (place / "snapshots").is_dir():
-        return f"it is a folder of the Hub's cache; give {name(place)} in its place, or the folder of a commit in snapshots"
+    if (place / "snapshots").is_dir():
+        return f"it is a folder of the Hub's cache; give {repository} instead, or the folder of a commit in snapshots"
     return ""
 
 
 def _below(directory: Path) -> str:
     """Which folder of a directory is a checkpoint."""
     found = sorted(path.parent.name for path in directory.glob("*/config.json"))
-    return f"there is a checkpoint in a folder of it, {_few(found)}" if found else ""
+    return f"there is a checkpoint in a folder of it, {listed(found, _MAX_NAMES)}" if found else ""
 
 
 def _first_bytes(path: Path) -> bytes:
@@ -111,8 +117,3 @@ def _first_bytes(path: Path) -> bytes:
             return file.read(64)
     except OSError:
         return b""
-
-
-def _few(names: list[str]) -> str:
-    shown = [name if name.isprintable() else ascii(name) for name in names[:_NAMED]]
-    return ", ".join(shown) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")

@@ -1,4 +1,4 @@
-"""The one table of tensor names: where a Hugging Face checkpoint has each weight of the model."""
+"""The table of tensor names: where a Hugging Face checkpoint has each weight of the model."""
 
 import dataclasses
 import math
@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from qspec_jax.models.config import ARCHITECTURES, LlamaConfig
 from qspec_jax.models.llama import Llama
 
-BASE = "model."  # what the names of all tensors but the head's begin with, and do not in a model that was saved without its head
+BASE = "model."  # prefix of all names but the head's; a model that was saved without its head has no such prefix
 Table = Mapping[str, tuple[str, ...]]
-# What an architecture calls its tensors -> paths in `Llama`; {i} is the layer. Where there are several paths, the tensor has their rows one
-# after the other. A path is read from the last tensor that names it.
+# An architecture's names of tensors -> paths in `Llama`; {i} is the layer. A tensor with several paths has their rows one after the other.
+# If several tensors name a path, it is read from the last of them.
 _LLAMA: Table = {
     "model.embed_tokens.weight": ("embedding",),
     "lm_head.weight": ("head",),
@@ -38,7 +38,7 @@ TABLES: dict[str, Table] = dict.fromkeys(ARCHITECTURES, _LLAMA) | {"Phi3ForCausa
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a checkpoint has a weight of the model: all of a tensor, or its rows from `first` on."""
+    """A weight's place in a checkpoint: a whole tensor, or its rows from `first` on."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,12 +46,12 @@ class Place:
 
     @property
     def size(self) -> int:
-        """How many numbers the weight has."""
+        """The number of the weight's elements."""
         return math.prod(self.shape)
 
 
 def places(config: LlamaConfig) -> dict[str, Place]:
-    """Where a checkpoint has each weight of the model, by the weight's path (see `Llama.weights`)."""
+    """The place of each weight in a checkpoint, by the weight's path (see `Llama.weights`)."""
     of_path = {path: (name, paths) for name, paths in TABLES[config.architecture].items() for path in paths}
     shapes = weight_shapes(config)
     found = {}
@@ -66,13 +66,7 @@ def places(config: LlamaConfig) -> dict[str, Place]:
 
 
 def canonical(name: str, expected: Container[str]) -> str:
-    """The name that a tensor has in a whole model, which was stored with or without `BASE`; the name itself where neither is one of the
-    model's.
-
-    Args:
-        name: what the tensor is called where it is stored.
-        expected: the names of a whole model's tensors.
-    """
+    """The name of a stored tensor in a whole model: with or without `BASE`, whichever `expected` has; else the name itself."""
     return next((known for known in (name, name.removeprefix(BASE), BASE + name) if known in expected), name)
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer: loaded as its tokenizer.json says, its special tokens, and whether two checkpoints share one."""
+"""A checkpoint's tokenizer: loaded as its tokenizer.json says, its special tokens and ids, and whether two checkpoints share one."""
 
 import codecs
 import contextlib
@@ -21,20 +21,21 @@ log = logging.getLogger(__name__)
 TOKENIZER_JSON, SENTENCEPIECE, CONFIG = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 TOKENIZER_FILES = (TOKENIZER_JSON, SENTENCEPIECE, "vocab.json")
 LEGACY_TEMPLATE = "chat_template.json"  # of processors, of transformers before 4.51; AutoTokenizer does not read it
-_TEXTS = (".json", ".jinja", ".txt")  # what may begin with a byte order mark
+_TEXTS = (".json", ".jinja", ".txt")  # files that may begin with a byte order mark
 _PACKAGES = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}  # module and package, for SentencePiece models
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# What decides on the ids of a text and the text of ids.
+# The parts of tokenizer.json that decide on the ids of a text and the text of ids.
 _PARTS = ("normalizer", "pre_tokenizer", "model", "decoder", "added_tokens")
 
 
 def load_tokenizer(directory: str | Path):
-    """Loads the directory's tokenizer (a transformers fast tokenizer), which gives the token ids that its tokenizer.json does.
+    """Loads the directory's tokenizer (a transformers fast tokenizer), with exactly the token ids of its tokenizer.json.
 
     Args:
         directory: a checkpoint's directory, or ORG/NAME on the Hub.
 
-    Raises InputError where there is none that can be read.
+    Raises:
+        InputError: if there is no tokenizer that can be read.
     """
     directory = local(directory)
     found = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()]
@@ -47,7 +48,7 @@ def load_tokenizer(directory: str | Path):
     if missing and found[0].name == SENTENCEPIECE and _is_sentencepiece(found[0]):
         wanted = f"{' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed"
         raise InputError(f"{found[0]}: reading it takes {wanted}: pip install {' '.join(missing)}, or qspec-jax[sentencepiece]")
-    # transformers says on import that it has no torch; only its tokenizers are used here.
+    # transformers warns on import if there is no torch, but only its tokenizers are used here.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
@@ -59,7 +60,7 @@ def load_tokenizer(directory: str | Path):
             tokenizer = _loaded(folder, config)
         except InputError:
             raise
-        except Exception as error:  # whatever a broken file makes of it, the tokenizers library a bare Exception
+        except Exception as error:  # broken files raise many kinds, in the tokenizers library a bare Exception
             raise InputError(f"{directory}: no tokenizer that transformers can read ({with_type(error)})") from None
         if not tokenizer.chat_template and (folder / LEGACY_TEMPLATE).is_file():
             tokenizer.chat_template = _legacy_template(directory / LEGACY_TEMPLATE)
@@ -67,20 +68,12 @@ def load_tokenizer(directory: str | Path):
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether there are files of a tokenizer in a directory, readable or not.
-
-    Args:
-        directory: of a checkpoint.
-    """
+    """Whether a checkpoint's directory has files of a tokenizer, readable or not."""
     return any((directory / name).is_file() for name in TOKENIZER_FILES)
 
 
 def tokenizer_problem(directory: str | Path) -> str | None:
-    """Says why the tokenizer of a directory cannot be read; None where it can.
-
-    Args:
-        directory: as `load_tokenizer` takes it.
-    """
+    """The reason why `load_tokenizer` cannot read the tokenizer of a directory; None if it can."""
     try:
         load_tokenizer(directory)
     except InputError as error:
@@ -89,11 +82,9 @@ def tokenizer_problem(directory: str | Path) -> str | None:
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """The special tokens of a tokenizer, which texts are without, and their ids: those that its files flag as special, whatever they are
-    for, and those that it has a name for, such as EOS.
+    """The special tokens of a tokenizer of transformers, which no text has, and their ids.
 
-    Args:
-        tokenizer: a tokenizer of transformers; one that knows no special tokens has none.
+    They are those that its files flag as special, and those with a name, such as EOS.
     """
     added = len(getattr(tokenizer, "added_tokens_decoder", ()))
     return _special_tokens(tokenizer, added, tuple(getattr(tokenizer, "all_special_tokens", ())))
@@ -101,18 +92,37 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=8)
 def _special_tokens(tokenizer: Any, count: int, named: tuple[str, ...]) -> dict[str, int]:
-    """`special_tokens`, found once: some tokenizers have thousands of added tokens. count, named: what may change of one."""
-    # Where a file flags a token as special and another does not, transformers still leaves it out of texts.
-    left_out = lambda id: tokenizer.decode([id], skip_special_tokens=True) != tokenizer.decode([id], skip_special_tokens=False)
+    """`special_tokens`, found once, since some tokenizers have thousands of added tokens, unless their count or the named ones change."""
+
+    def is_left_out(index: int) -> bool:
+        """Whether texts leave a token out, as they do if only one of two files flags it as special."""
+        return tokenizer.decode([index], skip_special_tokens=True) != tokenizer.decode([index], skip_special_tokens=False)
+
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    found = {token.content: id for id, token in added.items() if token.special or left_out(id)}
+    found = {token.content: index for index, token in added.items() if token.special or is_left_out(index)}
     return found | {token: tokenizer.convert_tokens_to_ids(token) for token in named}
 
 
-def check_same_tokens(draft: str | Path, target: str | Path) -> None:
-    """Raises InputError where the tokenizers of two checkpoints give a token different ids, or an id to different tokens.
+@functools.lru_cache(maxsize=8)
+def known_ids(tokenizer: Any) -> int:
+    """The largest id that a tokenizer has, plus one."""
+    return max(tokenizer.get_vocab().values()) + 1
 
-    Tokens that were added to a vocabulary, special ones among them, may have other names. Nothing is compared where one has no tokenizer.
+
+def padding_from(tokenizer: Any, vocab_size: int) -> int | None:
+    """The first id of a model's vocabulary that is padding: no text has it, and it should not be generated.
+
+    Models of one family may be padded differently. None if the tokenizer has every id, or does not say which ids it has.
+    """
+    if not hasattr(tokenizer, "get_vocab") or len(tokenizer) >= vocab_size:
+        return None
+    return known if (known := known_ids(tokenizer)) < vocab_size else None
+
+
+def check_same_tokens(draft: str | Path, target: str | Path) -> None:
+    """Raises InputError if the tokenizers of two checkpoints give a token different ids, or an id to different tokens.
+
+    Tokens that were added to a vocabulary, special ones among them, may have other names. Checkpoints without a tokenizer pass.
     """
     directories = [local(draft), local(target)]
     files = [[path for name in TOKENIZER_FILES if (path := directory / name).is_file()] for directory in directories]
@@ -122,8 +132,8 @@ def check_same_tokens(draft: str | Path, target: str | Path) -> None:
         return
     tokenizers = [load_tokenizer(directory) for directory in directories]
     added = {token for tokenizer in tokenizers for token in tokenizer.get_added_vocab()}
-    own, wanted = ({id: token for token, id in tokenizer.get_vocab().items() if token not in added} for tokenizer in tokenizers)
-    if other := [id for id in sorted(own.keys() & wanted.keys()) if own[id] != wanted[id]]:
+    own, wanted = ({index: token for token, index in tokenizer.get_vocab().items() if token not in added} for tokenizer in tokenizers)
+    if other := [index for index in sorted(own.keys() & wanted.keys()) if own[index] != wanted[index]]:
         raise InputError(
             f"{draft}: token {other[0]} is {own[other[0]]!r} in its vocabulary and {wanted[other[0]]!r} in that of {target}; a draft needs "
             "the target's vocabulary"
@@ -131,9 +141,11 @@ def check_same_tokens(draft: str | Path, target: str | Path) -> None:
 
 
 def _loaded(folder: Path, config: dict[str, Any]):
-    """The tokenizer as transformers loads it, with the contents of tokenizer.json where its class has others. config:
-    what tokenizer_config.json and special_tokens_map.json say."""
-    # slow to import, and not needed for token ids
+    """The tokenizer as transformers loads it, but always with the contents of tokenizer.json.
+
+    `config` has the settings of tokenizer_config.json and special_tokens_map.json.
+    """
+    # Slow to import, and not needed for token ids.
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.tokenization_utils_base import get_fast_tokenizer_file
 
@@ -155,10 +167,9 @@ def _loaded(folder: Path, config: dict[str, Any]):
 
 
 def _follow_file(tokenizer: Any, file: Path, config: dict[str, Any]) -> None:
-    """Puts what tokenizer.json says in place of what a tokenizer's class made of it.
+    """Replaces the parts that a tokenizer's class made by those of tokenizer.json.
 
-    Kept of what transformers adds: tokens that the file does not have, and what tokenizer_config.json itself says of a prefix blank, BOS
-    and EOS.
+    Tokens that the file does not have stay, and so do the settings of tokenizer_config.json for a prefix blank, BOS and EOS.
     """
     import tokenizers
 
@@ -178,14 +189,14 @@ def _follow_file(tokenizer: Any, file: Path, config: dict[str, Any]) -> None:
     made, wanted = (json.loads(each.to_str()) for each in (backend, own))
     if others := [part for part in _PARTS if made[part] != wanted[part]]:
         name = type(tokenizer).__name__
-        log.info("tokens are those of %s: its %s in place of those of transformers' %s", file.name, ", ".join(others), name)
+        log.info("tokens are those of %s: its %s replace those of transformers' %s", file.name, ", ".join(others), name)
         tokenizer._tokenizer = own
     else:
         backend.post_processor = own.post_processor
 
 
 def _post_processor(own: Any, tokenizer: Any, config: dict[str, Any]) -> Any:
-    """The file's post-processor, or one with and without BOS and EOS as tokenizer_config.json says explicitly."""
+    """The file's post-processor, or one that adds BOS and EOS as tokenizer_config.json says explicitly."""
     from tokenizers.processors import TemplateProcessing
 
     bare, whole = (own.encode("a", add_special_tokens=special).ids for special in (False, True))
@@ -196,15 +207,14 @@ def _post_processor(own: Any, tokenizer: Any, config: dict[str, Any]) -> Any:
     asked = {name: [ids[name]] if add and ids[name] is not None else [] for name, add in said.items()}
     if has | asked == has:
         return own.post_processor
-    before, after = ([own.id_to_token(id) for id in (has | asked)[name]] for name in has)
+    before, after = ([own.id_to_token(index) for index in (has | asked)[name]] for name in has)
     specials = [(token, own.token_to_id(token)) for token in dict.fromkeys([*before, *after])]
-    of = lambda tokens, part: [f"{token}:{part}" for token in tokens]
-    single = [*of(before, 0), "$A:0", *of(after, 0)]
-    return TemplateProcessing(single=single, pair=[*single, *of(before, 1), "$B:1", *of(after, 1)], special_tokens=specials)
+    single, second = ([*(f"{t}:{i}" for t in before), f"${'AB'[i]}:{i}", *(f"{t}:{i}" for t in after)] for i in (0, 1))
+    return TemplateProcessing(single=single, pair=[*single, *second], special_tokens=specials)
 
 
 def _legacy_template(path: Path) -> Any:
-    """The template in such a file, or the templates by their names."""
+    """The template in a LEGACY_TEMPLATE file, or the templates by their names."""
     template = read_json(path).get("chat_template")
     try:
         named = {each["name"]: each["template"] for each in template} if isinstance(template, list) else {"default": template}
@@ -217,8 +227,10 @@ def _legacy_template(path: Path) -> Any:
 
 @contextlib.contextmanager
 def _without_marks(directory: Path) -> Iterator[Path]:
-    """Yields the directory, or for a while one of links to all that is in it, but for texts with a byte order mark, which transformers does
-    not take: these are copied without it."""
+    """Yields the directory, or if a text in it has a byte order mark, which transformers refuses, a copy without the marks.
+
+    The copy is temporary, and has links to the other files.
+    """
     files = [path for path in (*directory.iterdir(), *directory.glob(TEMPLATES)) if path.is_file()]
     marked = [path for path in files if path.suffix in _TEXTS and _begins_with(path, codecs.BOM_UTF8)]
     if not marked:
@@ -241,12 +253,12 @@ def _begins_with(path: Path, content: bytes) -> bool:
 
 
 def _is_sentencepiece(path: Path) -> bool:
-    """Whether a tokenizer.model is SentencePiece's, a message of protobuf that begins with its first piece; others are tiktoken's text."""
+    """Whether a tokenizer.model is SentencePiece's, a protobuf message that begins with its first piece; others are text of tiktoken."""
     return _begins_with(path, b"\n")
 
 
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of its package
+    except ModuleNotFoundError:  # its package is not installed
         return False

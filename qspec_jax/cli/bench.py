@@ -39,7 +39,7 @@ from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.int4 import int4_model, stored_int4
 from qspec_jax.drafts.registry import AUTO, NONE, USUAL, parse_draft
 from qspec_jax.errors import InputError
-from qspec_jax.evaluate.stream import token_stream
+from qspec_jax.evaluate.texts import token_stream
 from qspec_jax.files import read_text
 from qspec_jax.models.llama import Llama
 from qspec_jax.training import corpus

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from qspec_jax.checkpoints.vocabulary import padding_from
+from qspec_jax.checkpoints.tokenizers import padding_from
 from qspec_jax.decoding.compiled import rounded_up
 from qspec_jax.decoding.config import GenerationConfig, beside_draft
 from qspec_jax.decoding.logits_processors import Processors, make_processors

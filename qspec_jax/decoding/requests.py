@@ -9,8 +9,7 @@ from typing import Any
 
 from jaxtyping import Array, Key
 
-from qspec_jax.checkpoints.tokenizers import special_tokens
-from qspec_jax.checkpoints.vocabulary import padding_from
+from qspec_jax.checkpoints.tokenizers import padding_from, special_tokens
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.keys import as_threefry
 from qspec_jax.decoding.limits import eos_ids

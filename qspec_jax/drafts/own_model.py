@@ -8,8 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from qspec_jax.checkpoints.hub import local
 from qspec_jax.checkpoints.huggingface import load_config
 from qspec_jax.checkpoints.loading import config_and_dtype, load_model
-from qspec_jax.checkpoints.tokenizers import load_tokenizer
-from qspec_jax.checkpoints.vocabulary import known_ids
+from qspec_jax.checkpoints.tokenizers import known_ids, load_tokenizer
 from qspec_jax.drafts.int4 import int4_model
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig

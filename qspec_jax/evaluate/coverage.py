@@ -1,4 +1,4 @@
-"""The share of the target's attention that falls on what a draft reads, seen while the target reads everything."""
+"""The share of the target's attention on the tokens that a draft reads, measured while the target reads all."""
 
 import dataclasses
 
@@ -15,10 +15,12 @@ from qspec_jax.caches.queried import QueriedCache
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WatchedCache(QueriedCache):
-    """A target's cache for one pass of the model, which also weighs a choice with the attention of each layer.
+    """A target's cache for one pass of the model, which also measures how much attention a draft's choice covers.
 
-    choice: what a draft reads in each layer, see `Draft.read_in_round`. shares: after the pass, the share that this covers of each query
-    token's attention, the mean over layers and query heads.
+    Attributes:
+        cache: the target's.
+        choice: what a draft reads in each layer, see `Draft.read_in_round`.
+        shares: after the pass, the share of each query token's attention on the choice, the mean over layers and query heads.
     """
 
     cache: HierarchicalCache

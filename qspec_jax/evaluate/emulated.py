@@ -1,7 +1,7 @@
 """Caches that the stored format cannot hold: groups of keys and values along other axes, and other ways to split a code.
 
-Keys and values are quantized and dequantized group by group, by the schedule and with the stored precision of scales and zeros of the
-hierarchical cache, and what is read of them is kept in at least float32, once as a draft reads it and once as the target does. To compare
+Keys and values are quantized and dequantized group by group, by the schedule of the hierarchical cache and with its precision of scales and
+zeros. The dequantized values are kept in at least float32, once as a draft reads them and once as the target does. This serves to compare
 quantizers (QuantSpec, arXiv 2502.10424, table 5), not to save memory.
 """
 
@@ -33,12 +33,16 @@ TRUNCATION = "truncation"
 
 @dataclasses.dataclass(frozen=True)
 class Quantizer:
-    """How keys and values become codes.
+    """How keys and values become codes; the defaults are those of the stored format.
 
-    keys, values: "channel" (a scale for each channel and group of G tokens) or "token" (a scale for each token, over the channels of its
-    head); the stored format's are the defaults. scheme: a key of `formats.quantization.SCHEMES`, or "truncation": codes as int8_first
-    makes them, but a draft reads the upper 4 bits rounded down, as in Any-Precision LLM (arXiv 2402.10517). Raises InputError for other
-    names.
+    Attributes:
+        keys: "channel" (a scale for each channel and group of G tokens) or "token" (a scale for each token, over the channels of its head).
+        values: as `keys`.
+        scheme: a key of `formats.quantization.SCHEMES`, or "truncation": codes of int8_first, of which a draft reads the upper 4 bits
+            rounded down, as in Any-Precision LLM (arXiv 2402.10517).
+
+    Raises:
+        InputError: for other names.
     """
 
     keys: str = "channel"
@@ -55,7 +59,7 @@ class Quantizer:
     def views(
         self, keys: Float[Array, "B K C G H"], values: Float[Array, "B K C G H"], parameters: jnp.dtype
     ) -> tuple[FullLayer, FullLayer]:
-        """Whole groups as a draft and as the target read them, in at least float32. parameters: the dtype that scales and zeros have."""
+        """Whole groups as a draft and as the target read them, in at least float32, with scales and zeros of dtype `parameters`."""
         draft, target = zip(self._views(keys, self.keys, parameters), self._views(values, self.values, parameters))
         return FullLayer(*draft), FullLayer(*target)
 
@@ -65,14 +69,14 @@ class Quantizer:
         upper, lower, scale, zero = quantize(x, AXES[axis], scheme=scheme, dtype=parameters)
         draft = dequantize(upper, None, scale, zero, dtype)
         if self.scheme == TRUNCATION:
-            # int8_first's codes, from -8, are split where those from 0 are: at multiples of 16. Only its zero is 8 steps higher.
+            # The codes of int8_first are split at multiples of 16, as codes from 0 are; its zero is 8 steps higher.
             draft = draft - scale.astype(dtype) / 2
         return draft, dequantize(upper, lower, scale, zero, dtype)
 
 
 @pytree("group_size")
 class EmulatedLayer:
-    """All tokens of a layer, the quantized ones as they are read, in at least float32: [B, K, S, H], token t in row t."""
+    """All tokens of a layer [B, K, S, H], token t in row t, in at least float32; quantized ones as they are read."""
 
     draft: FullLayer
     target: FullLayer
@@ -82,7 +86,7 @@ class EmulatedLayer:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EmulatedCache(Cache):
-    """A cache by the schedule of the hierarchical one, with another store. parameters: the dtype of scales and zeros."""
+    """A cache with the schedule of the hierarchical one and another quantizer; `parameters` is the dtype of scales and zeros."""
 
     layers: tuple[EmulatedLayer, ...]
     lengths: Lengths
@@ -108,7 +112,7 @@ class EmulatedCache(Cache):
         return attended, EmulatedLayer(draft, target, old.group_size), None
 
     def fill(self, layer, keys, values, n):
-        """Whole groups are kept as they are read."""
+        """The layer with the prompt's tokens, whose whole groups are quantized."""
         old, G = self.layers[layer], self.layers[layer].group_size
         tokens = keys.shape[2] // G * G
         views = self.quantizer.views(*(in_groups(x, G) for x in (keys, values)), self.parameters)
@@ -130,12 +134,14 @@ class EmulatedCache(Cache):
         put = jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, axis=1))
 
         def once(layer: EmulatedLayer) -> EmulatedLayer:
-            # Up to now both views hold these tokens as they were.
+            # Before the flush both views have these tokens in full precision.
             G = layer.group_size
             raw = jax.tree.map(lambda x: jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, G, axis=1))(x, start), layer.target)
             views = self.quantizer.views(raw.keys[:, :, None], raw.values[:, :, None], self.parameters)
-            choose = lambda raw, view: jnp.where(due[:, None, None, None], view[:, :, 0], raw)
-            write = lambda old, raw, view: put(old, choose(raw, view), start)
+
+            def write(old: Array, raw: Array, view: Array) -> Array:
+                return put(old, jnp.where(due[:, None, None, None], view[:, :, 0], raw), start)
+
             return EmulatedLayer(*(jax.tree.map(write, old, raw, view) for old, view in zip((layer.draft, layer.target), views)), G)
 
         return tuple(map(once, self.layers))
@@ -143,7 +149,7 @@ class EmulatedCache(Cache):
 
 @dataclasses.dataclass(frozen=True)
 class EmulatedConfig:
-    """Which emulated cache to make, in place of a `CacheConfig`. group_size: tokens of a group; None as there."""
+    """Which emulated cache to make, as a `CacheConfig` says it of others; for group_size see there."""
 
     quantizer: Quantizer
     group_size: int | None = None
@@ -156,12 +162,12 @@ class EmulatedConfig:
         """Every KV head is quantized by itself, so any division will do."""
 
     def empty(self, model: LlamaConfig, *, batch: int, capacity: int, num_speculative_tokens: int, dtype: jnp.dtype) -> EmulatedCache:
-        """A cache without tokens. dtype: the model's, from which that of scales and zeros follows."""
+        """A cache without tokens; the dtype of scales and zeros follows from the model's, `dtype`."""
         G = CacheConfig(group_size=self.group_size).group_size_for(model.head_dim)
         rows = max(G, capacity + num_speculative_tokens + 1)
         wide = accumulation_dtype(dtype)
-        layer = lambda: FullLayer.zeros(batch=batch, kv_heads=model.num_kv_heads, rows=rows, head_dim=model.head_dim, dtype=wide)
-        layers = tuple(EmulatedLayer(layer(), layer(), G) for _ in range(model.num_layers))
+        sizes = dict(batch=batch, kv_heads=model.num_kv_heads, rows=rows, head_dim=model.head_dim, dtype=wide)
+        layers = tuple(EmulatedLayer(FullLayer.zeros(**sizes), FullLayer.zeros(**sizes), G) for _ in range(model.num_layers))
         return EmulatedCache(layers, no_tokens(batch), self.quantizer, parameter_dtype(dtype))
 
 

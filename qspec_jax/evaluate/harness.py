@@ -1,20 +1,18 @@
 """Models of this library in lm-evaluation-harness: `qspec eval harness`; and its own command line with `--model qspec`, by
 `python -m qspec_jax.evaluate.harness`.
 
-Whatever it asks for goes through decode, and so through the cache: log-likelihoods feed the continuation as generation would, where others
-run a prompt's pass over it and never touch the cache. A context that several continuations share is read once.
+Everything goes through decode, and so through the cache: log-likelihoods feed the continuation as generation would, where other adapters
+score it in a prompt's pass, which never touches the cache. A context that several continuations share is read once.
 """
 
 import contextlib
 import dataclasses
-import io
 import itertools
 import logging
 import math
 import os
 import subprocess
 import sys
-import traceback
 import unittest.mock
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,17 +21,10 @@ from typing import Any
 
 import jax
 import jinja2
-import lm_eval
-from datasets.exceptions import DatasetsError
 from lm_eval import evaluator, utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs
-from lm_eval.tasks import TaskManager
-from lm_eval.tasks._yaml_loader import load_yaml
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
 from tqdm import tqdm
 
 from qspec_jax.checkpoints.generation_defaults import SAMPLING, StoredDefaults, stored_defaults
@@ -46,9 +37,11 @@ from qspec_jax.decoding.requests import Request
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.draft import checkpoints_of
 from qspec_jax.drafts.registry import AUTO, USUAL, parse_draft
-from qspec_jax.errors import InputError, named, one_line, warn_once, with_type
-from qspec_jax.evaluate.perplexity import UPPER, WIDTH, CacheView, cache_view, score
+from qspec_jax.errors import InputError, one_line, warn_once
+from qspec_jax.evaluate.cache_views import UPPER, CacheView, cache_view
+from qspec_jax.evaluate.scoring import WIDTH, score
 from qspec_jax.models.llama import Llama
+from qspec_jax.reports import progress_bar
 
 log = logging.getLogger(__name__)
 
@@ -61,14 +54,26 @@ Pair = tuple[tuple[int, ...], tuple[int, ...]]  # token ids of a context, and of
 class QspecLM(TemplateLM):
     """A model for tasks of the harness.
 
-    pretrained: a checkpoint's directory, or its name at a hub. cache: how the target reads its cache, as `perplexity.cache_view` takes it;
-    int4 reads the upper plane alone, to measure what it is worth. draft, gamma: for generation, whose output does not depend on them; none
-    where the target reads int4. batch_size: rows at a time. max_length: the most tokens that are read for one prediction; None: as many as
-    the model takes. max_gen_toks: new tokens where a task does not say. add_bos_token: None leaves that to the tokenizer.
-    chat_template_args: for the tokenizer's template. seed: of sampling. progress: bars on standard error. model, tokenizer: loaded already,
-    in place of `pretrained`, of which only generation_config.json is then read, where that is a directory.
+    Args:
+        pretrained: a checkpoint's directory, or its name on a hub.
+        cache: the target's cache, as `cache_view` takes it; int4 reads the upper plane of int8 alone, and then there is no draft.
+        draft: for generation; it does not change the output.
+        gamma: maximum number of draft tokens in a round.
+        batch_size: rows at a time.
+        max_batch_size: ignored; lm_eval passes it.
+        max_length: maximum number of tokens that are read for one prediction; None: the model's.
+        max_gen_toks: new tokens if a task does not say.
+        dtype: to load the model as; None: as stored.
+        add_bos_token: whether texts begin with BOS; None: as the tokenizer does.
+        chat_template_args: for the tokenizer's template.
+        seed: of sampling.
+        progress: whether bars are shown; None: where standard error is a terminal.
+        device: ignored; lm_eval passes it.
+        model: loaded already; of `pretrained` only generation_config.json is then read, if that is a directory.
+        tokenizer: loaded already.
 
-    Raises InputError for a setting that is out of range, and as `load_model`, `load_tokenizer` and `make_draft` do.
+    Raises:
+        InputError: for a setting that is out of range, and as `load_model`, `load_tokenizer` and `make_draft` do.
     """
 
     def __init__(
@@ -94,19 +99,19 @@ class QspecLM(TemplateLM):
         super().__init__()
         reading = cache_view(cache)
         if draft == AUTO:
-            raise InputError(f"draft {AUTO} chooses for one run of prompts; name a draft for the tasks of a harness")
+            raise InputError(f"draft {AUTO} chooses for one run of prompts; name a draft for tasks of the harness")
         if not (str(batch_size).isdecimal() and int(batch_size) > 0):
             raise InputError(f"batch_size {batch_size} should be a whole number, at least 1")
         if (device or "").partition(":")[0].replace("cuda", "gpu") not in ("", jax.default_backend()):
-            log.warning("device %s is ignored: JAX chose %s; JAX_PLATFORMS says otherwise", device, jax.default_backend())
+            log.warning("device %s is ignored: JAX chose %s; JAX_PLATFORMS can name another", device, jax.default_backend())
         self.directory, self.read = str(pretrained), cache
         self.model = load_model(pretrained, dtype=dtype) if model is None else model
         self.tokenizer = load_tokenizer(pretrained) if tokenizer is None else tokenizer
         # The last token of a window is predicted, not read.
-        most = self.model.config.max_length - 1
-        self.max_length = most if max_length is None else int(max_length)
-        if not 2 <= self.max_length <= most:
-            raise InputError(f"max_length {max_length} should be from 2 to {most}, one less than the model's positions")
+        longest = self.model.config.max_length - 1
+        self.max_length = longest if max_length is None else int(max_length)
+        if not 2 <= self.max_length <= longest:
+            raise InputError(f"max_length {max_length} should be from 2 to {longest}, one less than the model's positions")
         self.batch_size, self.max_gen_toks, self.add_bos_token = int(batch_size), max_gen_toks, add_bos_token
         self.chat_template_args, self.seed, self.progress = chat_template_args or {}, seed, progress
         self.config = GenerationConfig(
@@ -116,25 +121,25 @@ class QspecLM(TemplateLM):
             num_speculative_tokens=gamma,
         )
         for checkpoint in checkpoints_of(parse_draft(self.config.draft)) if self.config.speculative else ():
-            config_and_dtype(checkpoint)  # which may be refused, before hours of work
+            config_and_dtype(checkpoint)  # a bad checkpoint is refused before hours of work
         self._draft = None
-        here = model is None or Path(pretrained).is_dir()
-        self._stored = stored_defaults(pretrained) if here else StoredDefaults(None, {})
+        has_directory = model is None or Path(pretrained).is_dir()
+        self._stored = stored_defaults(pretrained) if has_directory else StoredDefaults(None, {})
         self._special = special_tokens(self.tokenizer)
 
     # Tokens and templates -----------------------------------------------------------------------------------------------
 
     @property
     def eot_token_id(self) -> int | None:
-        """The tokenizer's EOS; None where it has none."""
+        """The tokenizer's EOS; None if it has none."""
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """What is read before the first token of a text: BOS, or EOS in a model that has none. Raises InputError where there is neither."""
+        """The token before the first one of a text: BOS, or EOS if there is no BOS. Raises InputError if there is neither."""
         if (first := self._first_token) is None:
             raise InputError(
-                f"{self.directory}: its tokenizer has neither BOS nor EOS, and a text without a context is read after one of them; name "
+                f"{self.directory}: its tokenizer has neither BOS nor EOS, one of which a text without a context is read after; name "
                 "bos_token or eos_token in tokenizer_config.json"
             )
         return first
@@ -152,14 +157,17 @@ class QspecLM(TemplateLM):
         chosen = self.add_bos_token if add_special_tokens is None else add_special_tokens
         first = self._first_token
         if add_special_tokens is None and first is not None and has_bos_prefix(string, self.tokenizer.decode(first)):
-            chosen = False  # as a chat template's text begins
+            chosen = False  # a chat template has begun the text with it
         return self.tokenizer.encode(string, **({} if chosen is None else {"add_special_tokens": chosen}))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         settings = dict(add_generation_prompt=add_generation_prompt, continue_final_message=not add_generation_prompt)
-        template = lambda turns: self.tokenizer.apply_chat_template(turns, tokenize=False, **settings, **self.chat_template_args)
+
+        def template(turns: list[dict[str, str]]) -> str:
+            return self.tokenizer.apply_chat_template(turns, tokenize=False, **settings, **self.chat_template_args)
+
         if not self.tokenizer.chat_template:
-            raise InputError(f"{self.directory}: its tokenizer has no chat template; leave that option out")
+            raise InputError(f"{self.directory}: its tokenizer has no chat template; leave apply_chat_template out")
         try:
             return template(chat_history)
         except jinja2.TemplateError:
@@ -171,9 +179,9 @@ class QspecLM(TemplateLM):
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """The tokens of context and continuation together, cut after the longest beginning that they share with the context alone.
 
-        Blanks at the end of the context belong to the continuation, as lm_eval has it. Where the context's tokens are a beginning of the
-        whole, this is `TemplateLM`'s pair. Where its last ones merge with the continuation, the merged token is scored; lm_eval cuts by
-        number there, and leaves out what no token of the continuation is left for.
+        Blanks at the end of the context belong to the continuation, as in lm_eval. If the context's tokens are a beginning of the whole,
+        this is `TemplateLM`'s pair. If the last one merges with the continuation, the merged token is scored; lm_eval cuts by number of
+        tokens there and does not score it.
         """
         kept = context.rstrip()
         whole, alone = self.tok_encode(context + continuation), self.tok_encode(kept)
@@ -181,7 +189,7 @@ class QspecLM(TemplateLM):
         if shared < len(alone):
             warn_once(
                 log,
-                "where the end of a context merges with its continuation into one token, that is scored too; lm_eval's hf leaves it out",
+                "a token that has the end of a context and the beginning of its continuation is scored; lm_eval's hf leaves it out",
             )
         return whole[:shared] or [self.prefix_token_id], whole[shared:]
 
@@ -227,7 +235,7 @@ class QspecLM(TemplateLM):
         return [sums[i] for i in range(len(requests))]
 
     def _window(self, context: tuple[int, ...], continuation: tuple[int, ...]) -> Pair:
-        """The end of a context, as much as there is room for."""
+        """A pair whose context keeps only the tokens at its end that max_length has room for."""
         room = self.max_length + 1 - len(continuation)
         if room < 1:
             raise InputError(f"a continuation of {len(continuation)} tokens is longer than max_length, {self.max_length}")
@@ -239,8 +247,10 @@ class QspecLM(TemplateLM):
         return context[-room:]
 
     def _scored(self, pairs: Sequence[Pair], *, quiet: bool) -> Iterator[tuple[Pair, tuple[float, bool]]]:
-        """Each different pair as it comes, with its continuation's log-likelihood, and whether that is what greedy decoding gives. No
-        continuation is empty."""
+        """Yields each different pair once, with its continuation's log-likelihood and whether greedy decoding gives that continuation.
+
+        No continuation may be empty.
+        """
         view = cache_view(self.read)
         waiting = dict.fromkeys(pairs)
         with self._bar("log-likelihoods", len(waiting), quiet) as bar:
@@ -248,14 +258,13 @@ class QspecLM(TemplateLM):
                 yield from zip(batch, self._scores_of(batch, view))
                 bar.update(len(batch))
 
-    def _bar(self, what: str, total: int, quiet: bool) -> tqdm:
-        hidden = True if quiet else None if self.progress is None else not self.progress
-        return tqdm(total=total, desc=what, leave=False, disable=hidden)
+    def _bar(self, description: str, total: int, quiet: bool) -> tqdm:
+        return progress_bar(total=total, desc=description, progress=False if quiet else self.progress)
 
     def _scores_of(self, batch: Sequence[Pair], view: CacheView) -> list[tuple[float, bool]]:
         contexts = list(dict.fromkeys(context for context, _ in batch))
         longest = max(len(tokens) for _, tokens in batch)
-        # Rows, contexts and room come in few sizes, so that there are few programs. A row without work has a token to score.
+        # Rows, contexts and room have few sizes, so that few programs are compiled; rows that fill the batch up score one token.
         settings = dict(room=WIDTH << math.ceil(math.log2(max(1, longest / WIDTH))))
         rows = [*batch, *[(contexts[0], batch[0][1][:1])] * (self.batch_size - len(batch))]
         if len(contexts) < len(rows):
@@ -285,7 +294,7 @@ class QspecLM(TemplateLM):
         return [texts[i] for i in range(len(asked))]
 
     def _request(self, index: int, context: str, settings: dict) -> Request:
-        """What a task asks for, with the settings that the model `hf` of lm_eval would decode it with: see `_sampling`."""
+        """The request of a task, with the settings that lm_eval's `hf` would decode it with, see `_sampling`."""
         until = _as_list(settings.get("until"))
         try:
             wanted = dict(normalize_gen_kwargs(settings | {"until": until, "do_sample": False, "temperature": 0.0}, self.max_gen_toks))
@@ -295,18 +304,17 @@ class QspecLM(TemplateLM):
         for name in ("until", "do_sample", *SAMPLING):
             wanted.pop(name, None)
         if wanted:
-            warn_once(log, f"generation settings that are ignored: {', '.join(sorted(wanted))}")
+            warn_once(log, f"these generation settings are ignored: {', '.join(sorted(wanted))}")
         if new >= self.max_length:
             raise InputError(f"max_gen_toks {new} should be less than max_length, {self.max_length}")
-        # Special tokens never stand in a text; where a string has one, its tokens end the row. So does the tokenizer's EOS, always.
-        special = [text for text in until if any(name in text for name in self._special)]
-        stop_ids = [tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in special]
-        stop_ids += [] if self.eot_token_id is None else [(self.eot_token_id,)]
+        # No text has special tokens, so a string with one and other text ends the row by its tokens. A special token alone and the
+        # tokenizer's EOS end a row in every request, see `with_tokenizer`.
+        mixed = [text for text in until if text not in self._special and any(name in text for name in self._special)]
         config = dataclasses.replace(
             self.config,
             max_new_tokens=new,
-            stop=tuple(text for text in until if text not in special),
-            stop_token_ids=tuple(dict.fromkeys(stop_ids)),
+            stop=tuple(text for text in until if text not in mixed),
+            stop_token_ids=tuple(tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in mixed),
             **sampling,
         )
         tokens = self._cut(self.tok_encode(context), self.max_length - new) or [self.prefix_token_id]
@@ -316,9 +324,9 @@ class QspecLM(TemplateLM):
         """The sampling settings of a task, as fields of `GenerationConfig`.
 
         do_sample and temperature are read as lm_eval 0.4.13's `hf` reads them: a temperature above 0 samples unless do_sample is false,
-        and without one decoding is greedy unless do_sample is true. The rest is what `generate` of transformers takes: the task's own
-        settings, then those of generation_config.json, then transformers' defaults, with a top_k of 50. `hf` gives `generate` a
-        temperature of 0 where a task says `do_sample: true` alone, which that refuses; here the temperature is the checkpoint's, or 1.
+        and without a temperature decoding is greedy unless do_sample is true. The rest is as in `generate` of transformers: the task's own
+        settings, then those of generation_config.json, then transformers' defaults, with a top_k of 50. If a task says `do_sample: true`
+        alone, `hf` passes a temperature of 0, which `generate` refuses; here the temperature is the checkpoint's, or 1.
         """
         said = {name: settings[name] for name in SAMPLING if name in settings}
         temperature, sampled = said.get("temperature"), settings.get("do_sample")
@@ -336,7 +344,7 @@ class QspecLM(TemplateLM):
 
 
 def batches_of(pairs: Iterable[Pair], rows: int) -> Iterator[list[Pair]]:
-    """The pairs in batches of at most so many: the longest first, and those that share a context together."""
+    """The pairs in batches of at most `rows`: the longest first, and those that share a context together."""
     by_context = sorted(pairs, key=lambda pair: (-len(pair[0]), pair[0], -len(pair[1]), pair[1]))
     batch: list[Pair] = []
     for _, sharing in itertools.groupby(by_context, key=lambda pair: pair[0]):
@@ -354,7 +362,7 @@ def batches_of(pairs: Iterable[Pair], rows: int) -> Iterator[list[Pair]]:
 
 
 def _as_list(until: Any) -> list[str]:
-    """The stop strings of a task, without empty ones. Raises InputError for anything else."""
+    """The stop strings of a task without empty ones. Raises InputError for anything but strings."""
     found = [until] if isinstance(until, str) else until or []
     if not isinstance(found, list | tuple) or not all(isinstance(text, str) for text in found):
         raise InputError(f"until {until!r} should be a string or a list of strings")
@@ -364,165 +372,30 @@ def _as_list(until: Any) -> list[str]:
 def _nothing_to_score(context: str, continuation: str) -> InputError:
     end = f"{'...' if len(context) > 40 else ''}{context[-40:]}"
     return InputError(
-        f"the continuation {continuation!r} after {end!r} has no token of its own to score; each choice and target needs some text"
+        f"the continuation {continuation!r} after {end!r} has no token of its own to score; every choice and target needs some text"
     )
 
 
 def _commit() -> str | None:
-    """The commit of the repository that this runs in; None without one. lm_eval's own way lets git's complaint through."""
+    """The commit of the repository that this runs in; None without one. (lm_eval's own function lets git print its error.)"""
     with contextlib.suppress(OSError):
         found = subprocess.run(["git", "describe", "--always"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         return found.stdout.strip() or None
     return None
 
 
-def _asks_git_quietly() -> contextlib.AbstractContextManager:
+def without_git_errors() -> contextlib.AbstractContextManager:
+    """A context in which lm_eval asks git for the commit without printing git's errors."""
     return unittest.mock.patch.object(evaluator, "get_git_commit_hash", _commit)
 
 
-@dataclasses.dataclass(frozen=True)
-class Metric:
-    """A figure of a task. filter: what of an answer was compared; "none": all of it. error: the figure's standard error, if known."""
-
-    task: str
-    filter: str
-    metric: str
-    value: float
-    error: float | None
-    samples: int | None
-
-
-@dataclasses.dataclass(frozen=True)
-class HarnessReport:
-    """What `qspec eval harness` reports. cache: how the target read it. harness: the version of lm_eval. results: of tasks and groups."""
-
-    model: str
-    device: str
-    dtype: str
-    cache: str
-    draft: str
-    harness: str
-    results: list[Metric]
-
-
-def run(
-    lm: QspecLM,
-    tasks: Sequence[str],
-    *,
-    include_path: Sequence[Path] = (),
-    num_fewshot: int | None = None,
-    limit: float | None = None,
-    apply_chat_template: bool = False,
-    system_instruction: str | None = None,
-    metadata: Mapping[str, Any] | None = None,
-    seed: int = 1234,
-) -> HarnessReport:
-    """Runs tasks of the harness by their names. include_path: directories with tasks of one's own. metadata: what some tasks ask for, as
-    RULER's do for max_seq_lengths. seed: of few-shot examples.
-
-    Raises InputError for a task that is not there, for one that is written wrong, and where its data are not on this machine and cannot be
-    fetched.
-    """
-    if limit is not None and limit <= 0:
-        raise InputError(f"limit {limit:g} should be more than 0: the first so many of each task, or that share, if less than 1")
-    for path in include_path:
-        if not path.is_dir():
-            raise InputError(f"{path}: no directory with tasks")
-    with _mistakes_of_tasks(tasks), _quiet(lm.progress):
-        manager = TaskManager(include_path=list(map(str, include_path)), metadata={"pretrained": lm.directory, **(metadata or {})})
-        own = TaskManager(include_path=list(map(str, include_path)), include_defaults=False).all_tasks if include_path else []
-    for task in tasks:
-        if not manager.match_tasks([task]):
-            _check_yaml(include_path)
-            there = f"; {', '.join(map(str, include_path))} has {', '.join(own[:10]) or 'none'}" if include_path else ""
-            raise InputError(f"there is no task {task!r}, nor one like it, among the {len(manager.all_tasks):,} of lm_eval{there}")
-    settings = dict(num_fewshot=num_fewshot, limit=limit, apply_chat_template=apply_chat_template, system_instruction=system_instruction)
-    settings |= dict.fromkeys(("random_seed", "numpy_random_seed", "fewshot_random_seed"), seed) | {"torch_random_seed": None}
-    with _mistakes_of_tasks(tasks), _quiet(lm.progress):
-        found = lm_eval.simple_evaluate(lm, tasks=list(tasks), task_manager=manager, log_samples=False, **settings)
-    return HarnessReport(
-        model=lm.directory,
-        device=jax.devices()[0].device_kind,
-        dtype=lm.model.dtype.name,
-        cache=lm.read,
-        draft=lm.config.draft,
-        harness=lm_eval.__version__,
-        results=list(_metrics(found["results"])),
-    )
-
-
-@contextlib.contextmanager
-def _quiet(progress: bool | None) -> Iterator[None]:
-    """Without the harness's bars where ours are not shown, and without what it prints among results; and without forks for its bootstraps,
-    which JAX's threads do not survive."""
-    shown = sys.stderr.isatty() if progress is None else progress
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(unittest.mock.patch.dict(os.environ, WITHOUT_FORKS))
-        stack.enter_context(_asks_git_quietly())
-        stack.enter_context(contextlib.redirect_stdout(sys.stderr if shown else io.StringIO()))
-        if not shown:
-            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        yield
-
-
-@contextlib.contextmanager
-def _mistakes_of_tasks(tasks: Sequence[str]) -> Iterator[None]:
-    """What lm_eval and a task's own code raise becomes an InputError, in one line; what this module raises goes on as it is."""
-    names = ", ".join(tasks)
-    try:
-        yield
-    except InputError:
-        raise
-    except (OSError, DatasetsError) as error:  # such as data that are neither here nor within reach
-        raise InputError(f"the data of {names} cannot be read ({named(error)})") from None
-    except ImportError as error:  # of a package that a task's own code needs, which says what to install
-        raise InputError(f"{names} cannot be read ({one_line(error)})") from None
-    except Exception as error:
-        files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
-        if files.count(Path(__file__)) > 2:  # here, in `run`, and below
-            raise
-        raise InputError(f"lm_eval cannot do {names} so ({named(error)})") from None
-
-
-def _check_yaml(folders: Sequence[Path]) -> None:
-    """Raises InputError for the first file with a task that cannot be read, which lm_eval passes over."""
-    for path in sorted(path for folder in folders for path in folder.rglob("*.yaml")):
-        try:
-            load_yaml(path, resolve_func=False)
-        except Exception as error:
-            raise InputError(f"{path}: no task that lm_eval can read ({with_type(error)})") from None
-
-
-def _metrics(results: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
-    for task, figures in results.items():
-        for name, value in figures.items():
-            metric, comma, kept = name.partition(",")
-            # RULER's tasks say -1 for lengths that no prompt has.
-            if not comma or metric.endswith("_stderr") or (metric.isdecimal() and value == -1):
-                continue
-            error = figures.get(f"{metric}_stderr,{kept}")
-            yield Metric(task, kept, metric, value, None if error == "N/A" else error, figures.get("sample_len"))
-
-
-def table(report: HarnessReport) -> Group:
-    """A table with a line for each metric of each task."""
-    grid = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for label in ("task", "filter", "metric", "value", "standard error", "samples"):
-        grid.add_column(label, justify="right" if label in ("value", "standard error", "samples") else "left")
-    shown = lambda x: "-" if x is None else f"{x:.4f}" if isinstance(x, float) else str(x)
-    for row in report.results:
-        grid.add_row(row.task, row.filter, row.metric, shown(row.value), shown(row.error), shown(row.samples))
-    head = Text.assemble((f"{report.model} on {report.device}", "bold"), f", {report.dtype}, cache {report.cache}, draft {report.draft}")
-    return Group(head, grid, Text(f"Through decode, with lm_eval {report.harness}.", "dim"))
-
-
 def main() -> None:
-    """The command line of lm_eval, which knows of `--model qspec` once this module is imported."""
+    """The command line of lm_eval, which knows `--model qspec` once this module is imported."""
     from lm_eval.__main__ import cli_evaluate
 
     os.environ |= WITHOUT_FORKS
     try:
-        with _asks_git_quietly():
+        with without_git_errors():
             cli_evaluate()
     except InputError as error:
         sys.exit(f"error: {error}")

@@ -1,8 +1,8 @@
-"""Needle in a haystack: a value that stands once, at some depth of a synthetic text, is asked for at its end.
+"""Needle in a haystack: the end of a synthetic text asks for a value that the text has once, at some depth.
 
-Everything follows from a seed. The same sample has the same haystack and value at every depth. Answers are greedy, and right where the
-digits of the value come out first. Prefill attends in full precision, so the first token of an answer is the same with every cache: what
-a quantized cache can lose are the tokens behind it. (Greg Kamradt's LLMTest_NeedleInAHaystack; the pass key of arXiv 2305.16300.)
+Everything follows from a seed. The same sample has the same haystack and value at every depth. Answers are greedy, and right if they begin
+with the value. Prefill attends in full precision, so the first token of an answer is the same with every cache: what a quantized cache can
+lose are the tokens after it. (Greg Kamradt's LLMTest_NeedleInAHaystack; the pass key of arXiv 2305.16300.)
 """
 
 import bisect
@@ -10,23 +10,22 @@ import dataclasses
 import random
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import Any
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
-from tqdm import tqdm
 
-from qspec_jax import plots
 from qspec_jax.decoding.requests import check_length
 from qspec_jax.drafts import make_draft
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.answers import METHODS, Method, answers_of, by_method, check
-from qspec_jax.evaluate.stream import split_tokens
+from qspec_jax.evaluate.texts import split_tokens
 from qspec_jax.models.llama import Llama
+from qspec_jax.reports import progress_bar
 
-LEAST_RIGHT = 0.9  # of the answers with a full cache: below, acceptance on answers says nothing of drafts
-LEAST_LINE_TOKENS = 4  # fewer than any line of a haystack has
+MIN_RIGHT = 0.9  # share of right answers with a full cache; below, acceptance along answers says nothing about drafts
+MIN_LINE_TOKENS = 4  # any line of a haystack has more
 DISTRACTORS = 0.1  # share of the functions in a haystack that return a value themselves
 
 ADJECTIVES = ("active", "backup", "cached", "current", "default", "global", "initial", "local", "pending", "primary", "remote", "total")
@@ -44,9 +43,18 @@ TIMES = ("At noon", "Before dawn", "Every evening", "In the morning", "In winter
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """What a haystack is made of. header: its first line, with some words to reach a size. line: a filler, without the value. needle: the
-    line with the value. question: the end of the prompt, which the value should continue. value: what is asked for. before, ending: what
-    stands between question and value, and what follows it. new_tokens: the most of an answer, its ending included."""
+    """The parts of a haystack.
+
+    Attributes:
+        header: the first line, with this number of extra words to reach a size.
+        line: a filler, which does not have the value.
+        needle: the line with the value.
+        question: the end of the prompt, which the value should continue.
+        value: draws a value.
+        before: text between question and value.
+        ending: text after the value.
+        new_tokens: maximum tokens of an answer, its ending included.
+    """
 
     header: Callable[[int], str]
     line: Callable[[random.Random, str], str]
@@ -80,7 +88,7 @@ NAMES_QUESTION = 'def bridge_buffer_desert():\n    """The secret name of the har
 
 
 def _named(count: int) -> Format:
-    """The format whose value has so many words."""
+    """The format whose value has `count` words."""
     return Format(
         lambda words: f"# secret{' value' * words}\n",
         _function,
@@ -105,7 +113,7 @@ FORMATS = {
         10,  # a space, a value of single digits, and what ends it
     ),
     "names": _named(4),
-    # As short as what SnapKV keeps around a token that the question attends to.
+    # As short as the part that SnapKV keeps around a token that the question attends to.
     "two-names": _named(2),
     "text": Format(
         lambda words: f"A pass key is hidden in this text. Find it and remember it: it is{' very' * words} important.\n",
@@ -122,7 +130,7 @@ FORMATS = {
 
 @dataclasses.dataclass(frozen=True)
 class NeedlePrompt:
-    """A haystack with its needle and the question. length: how many tokens were asked for; `tokens` are as many, or a few less."""
+    """A haystack with its needle and the question; `tokens` are at most `length`, and at most a few less."""
 
     length: int
     depth: float
@@ -133,7 +141,7 @@ class NeedlePrompt:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """How many samples a method got right. tokens: the length of the shortest of their prompts."""
+    """The number of samples that a method got right; `tokens` is the length of the shortest of their prompts."""
 
     method: str
     cache: str
@@ -146,7 +154,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """How far two methods agree: for how many of all prompts they gave the same tokens, and were both right or both wrong."""
+    """Agreement of two methods: the prompts for which they gave the same tokens, and for which both were right or both wrong."""
 
     prompts: int
     same_tokens: int
@@ -155,13 +163,52 @@ class Agreement:
 
 @dataclasses.dataclass(frozen=True)
 class NeedleReport:
-    """What `qspec eval needle` measured. results: the cells by method, length and depth. agreement: where there are two methods."""
+    """What `qspec eval needle` measured: cells by method, length and depth, and the agreement if there are two methods."""
 
     format: str
     seed: int
     dtype: str
     results: list[Cell]
     agreement: Agreement | None
+
+    def table(self) -> Group:
+        """A grid for every method, of the right answers by depth and length."""
+        parts = []
+        for name, cells in by_method(self.results).items():
+            lengths = list(dict.fromkeys(cell.length for cell in cells))
+            grid = Table()
+            for label in ("depth", *(f"{length:,} tokens" for length in lengths)):
+                grid.add_column(label, justify="right")
+            for depth in dict.fromkeys(cell.depth for cell in cells):
+                grid.add_row(f"{depth:g}", *(f"{cell.correct}/{cell.samples}" for cell in cells if cell.depth == depth))
+            correct, asked = sum(cell.correct for cell in cells), sum(cell.samples for cell in cells)
+            short = max(cell.length - cell.tokens for cell in cells)
+            note = f"{correct} of {asked} right" + (f"; some prompts are up to {short} tokens shorter\n" if short else "\n")
+            parts += [Text(f"Needle in a haystack ({self.format}): {name}", "bold"), grid, Text(note)]
+        if both := self.agreement:
+            agreed = f"the same tokens for {both.same_tokens} and the same score for {both.same_score}"
+            parts.append(Text(f"Of {both.prompts} prompts, both gave {agreed}."))
+        return Group(*parts)
+
+    def figure(self) -> Any:
+        """A heat map of the share of right answers, depth against length, for every method."""
+        from matplotlib.figure import Figure
+
+        panels = by_method(self.results)
+        figure = Figure(figsize=(1 + 4.5 * len(panels), 4), layout="constrained")
+        for axes, (name, cells) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+            lengths, depths = (sorted({getattr(cell, axis) for cell in cells}) for axis in ("length", "depth"))
+            shares = {(cell.depth, cell.length): cell.correct / cell.samples for cell in cells}
+            grid = [[shares[depth, length] for length in lengths] for depth in depths]
+            image = axes.imshow(grid, vmin=0, vmax=1, aspect="auto")
+            for y, row in enumerate(grid):
+                for x, share in enumerate(row):
+                    axes.text(x, y, f"{share:.0%}", ha="center", va="center", color="black" if share > 0.6 else "white")
+            axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+            axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
+            axes.set(xlabel="prompt (tokens)", ylabel="depth of the needle", title=name)
+        figure.colorbar(image, ax=figure.axes, label="right")
+        return figure
 
 
 def _haystack(form: Format, lines: Sequence[str], value: str, depth: float, words: int) -> str:
@@ -170,9 +217,9 @@ def _haystack(form: Format, lines: Sequence[str], value: str, depth: float, word
 
 
 def training_text(style: str, seed: int) -> str:
-    """A prompt with its answer, for a model to learn from what a needle is: at any depth of 8 to 1,500 lines, short ones far more often.
+    """A prompt with its answer, to train a model on: the needle is at any depth of 8 to 1,500 lines, and short texts are far more frequent.
 
-    style: a key of FORMATS. No sample of `make_prompt` is drawn from such a seed.
+    `style` is a key of FORMATS. No sample of `make_prompt` is drawn from such a seed.
     """
     form, r = FORMATS[style], random.Random(f"training {seed}")
     few, many = 8**-0.5, 1500**-0.5
@@ -182,19 +229,21 @@ def training_text(style: str, seed: int) -> str:
 
 
 def make_prompt(tokenizer, length: int, depth: float, *, style: str, seed: int, sample: int) -> NeedlePrompt:
-    """A prompt of at most `length` tokens, its needle behind a share `depth` of the haystack's lines.
+    """A prompt of at most `length` tokens, with its needle after a share `depth` of the haystack's lines.
 
-    style: a key of FORMATS. Raises InputError where a length has no room for a line beside the needle.
+    `style` is a key of FORMATS. Raises InputError for a length without room for a line beside the needle.
     """
     form = FORMATS[style]
     r = random.Random(f"{seed} {length} {sample}")
     value = form.value(r)
-    lines = [form.line(r, value) for _ in range(length // LEAST_LINE_TOKENS)]
+    lines = [form.line(r, value) for _ in range(length // MIN_LINE_TOKENS)]
 
     def text(count: int, words: int = 0) -> str:
         return _haystack(form, lines[:count], value, depth, words) + form.question
 
-    size = lambda *parts: len(tokenizer(text(*parts))["input_ids"])
+    def size(count: int, words: int = 0) -> int:
+        return len(tokenizer(text(count, words))["input_ids"])
+
     count = bisect.bisect_right(range(len(lines) + 1), length, key=size) - 1
     if count < 1:
         raise InputError(f"length {length} has no room for a haystack: the needle and the question with one line are {size(1)} tokens")
@@ -222,16 +271,22 @@ def run(
     int4: Llama | None = None,
     progress: bool | None = None,
 ) -> NeedleReport:
-    """Scores every method on the same prompts, `samples` for each length and depth.
+    """Scores every method on the same prompts.
 
-    int4: the model with INT4 weights for drafts, made here if not given.
-    progress: None shows a bar on a terminal. Raises InputError as `check`, `make_prompt` and `make_draft` do, and for samples below 1.
+    Args:
+        lengths: of the prompts, in tokens.
+        depths: of the needle, from 0 to 1.
+        samples: prompts for each length and depth.
+        style: a key of FORMATS.
+        int4: the model with INT4 weights for drafts; None: made here.
+        progress: whether a bar is shown; None: where standard error is a terminal.
+
+    Raises:
+        InputError: as `check`, `make_prompt` and `make_draft` do, and for samples below 1.
     """
     prompts = _prompts(model, tokenizer, lengths, depths, samples, style, seed)
     cells, answers = [], []
-    with tqdm(
-        total=len(methods) * len(prompts) * samples, desc="needle", unit="prompt", disable=None if progress is None else not progress
-    ) as bar:
+    with progress_bar(total=len(methods) * len(prompts) * samples, desc="needle", unit="prompt", progress=progress) as bar:
         for method in methods:
             draft = make_draft(method.draft, model, int4=int4)
             of_method = []
@@ -250,8 +305,8 @@ def run(
     agreement = None
     if len(methods) == 2:
         pairs = list(zip(*answers))
-        same = lambda part: sum(one[part] == other[part] for one, other in pairs)
-        agreement = Agreement(len(pairs), same_tokens=same(1), same_score=same(0))
+        same_score, same_tokens = (sum(one[part] == other[part] for one, other in pairs) for part in (0, 1))
+        agreement = Agreement(len(pairs), same_tokens=same_tokens, same_score=same_score)
     return NeedleReport(style, seed, model.dtype.name, cells, agreement)
 
 
@@ -259,8 +314,9 @@ def run(
 class Answered:
     """Prompts with their right answers, for acceptance along the answers.
 
-    texts: token ids of each prompt with the first `answer_tokens` of its answer, as many as every one has. right: to how many prompts the
-    model gives the right answer itself, greedily and with a full cache.
+    Attributes:
+        texts: token ids of each prompt with the first `answer_tokens` of its answer.
+        right: number of prompts that the model itself answers right, greedily and with a full cache.
     """
 
     texts: list[list[int]]
@@ -270,7 +326,7 @@ class Answered:
     @property
     def void(self) -> bool:
         """Whether the model finds too few of the needles itself."""
-        return self.right < LEAST_RIGHT * len(self.texts)
+        return self.right < MIN_RIGHT * len(self.texts)
 
 
 def answered(
@@ -281,7 +337,7 @@ def answered(
     form, tokens = FORMATS[style], [prompt.tokens for prompt in asked]
     answers = [split_tokens(tokenizer, prompt.text, form.before + prompt.value + form.ending) for prompt in asked]
     shortest = min(len(answer) for _, answer in answers)
-    with tqdm(disable=True) as bar:
+    with progress_bar(progress=False) as bar:
         results = answers_of(model, tokenizer, tokens, METHODS[0], form.new_tokens, batch_size=batch_size, draft=None, bar=bar)
     right = sum(is_right(result.text, prompt.value) for prompt, result in zip(asked, results))
     return Answered([prompt + answer[:shortest] for prompt, answer in answers], shortest, right)
@@ -303,44 +359,3 @@ def _prompts(
     for tokens in (len(prompt.tokens) for of_cell in prompts.values() for prompt in of_cell):
         check_length(model, "a prompt", tokens, new_tokens)
     return prompts
-
-
-def table(report: NeedleReport) -> Group:
-    """A grid for every method, of the right answers by depth and length."""
-    parts = []
-    for name, cells in by_method(report.results).items():
-        lengths = list(dict.fromkeys(cell.length for cell in cells))
-        grid = Table()
-        for label in ("depth", *(f"{length:,} tokens" for length in lengths)):
-            grid.add_column(label, justify="right")
-        for depth in dict.fromkeys(cell.depth for cell in cells):
-            grid.add_row(f"{depth:g}", *(f"{cell.correct}/{cell.samples}" for cell in cells if cell.depth == depth))
-        correct, asked = sum(cell.correct for cell in cells), sum(cell.samples for cell in cells)
-        short = max(cell.length - cell.tokens for cell in cells)
-        note = f"{correct} of {asked} right" + (f"; some prompts are up to {short} tokens shorter\n" if short else "\n")
-        parts += [Text(f"Needle in a haystack ({report.format}): {name}", "bold"), grid, Text(note)]
-    if both := report.agreement:
-        agreed = f"the same tokens for {both.same_tokens} and the same score for {both.same_score}"
-        parts.append(Text(f"Of {both.prompts} prompts, both gave {agreed}."))
-    return Group(*parts)
-
-
-def plot(report: NeedleReport, path: Path) -> None:
-    """A heat map of the share of right answers, depth against length, for every method. Raises InputError if the file cannot be written."""
-    from matplotlib.figure import Figure
-
-    panels = by_method(report.results)
-    figure = Figure(figsize=(1 + 4.5 * len(panels), 4), layout="constrained")
-    for axes, (name, cells) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-        lengths, depths = (sorted({getattr(cell, axis) for cell in cells}) for axis in ("length", "depth"))
-        shares = {(cell.depth, cell.length): cell.correct / cell.samples for cell in cells}
-        grid = [[shares[depth, length] for length in lengths] for depth in depths]
-        image = axes.imshow(grid, vmin=0, vmax=1, aspect="auto")
-        for y, row in enumerate(grid):
-            for x, share in enumerate(row):
-                axes.text(x, y, f"{share:.0%}", ha="center", va="center", color="black" if share > 0.6 else "white")
-        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
-        axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
-        axes.set(xlabel="prompt (tokens)", ylabel="depth of the needle", title=name)
-    figure.colorbar(image, ax=figure.axes, label="right")
-    plots.save(figure, path)

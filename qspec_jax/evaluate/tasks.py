@@ -1,11 +1,11 @@
 """Tasks of LongBench's kinds made from held-out text: code completion, continuation and retrieval, for several caches and drafts.
 
-SpeCache (arXiv 2503.16163) compares lossy caches on LongBench (arXiv 2308.14508), whose texts are not here. Completion is its kind of LCC
-and RepoBench-P: the next line of a file that stands behind others. Continuation takes the place of summaries: text goes on behind a token.
-Retrieval asks for a line of the prompt that is begun again at its end; unlike the needle's it is the text's own.
+SpeCache (arXiv 2503.16163) compares lossy caches on LongBench (arXiv 2308.14508), whose texts are not included. Completion corresponds to
+its tasks LCC and RepoBench-P: the next line of a file that comes after others. Continuation replaces its summaries: the text after a token.
+Retrieval repeats the beginning of a line of the prompt at its end and asks for the rest; unlike a needle the line is the text's own.
 
 Everything follows from a seed, answers are greedy, and every method reads the same prompts. Prefill attends in full precision, so the
-first token of an answer is the same with every cache. A small model scores low; what says something is how the methods compare.
+first token of an answer is the same with every cache. A small model scores low; the comparison between methods counts.
 """
 
 import dataclasses
@@ -14,14 +14,10 @@ import math
 import random
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group
-from rich.text import Text
-from tqdm import tqdm
 
-from qspec_jax import plots
 from qspec_jax.decoding.config import AUTOREGRESSIVE
 from qspec_jax.decoding.requests import check_length
 from qspec_jax.decoding.results import Result
@@ -30,21 +26,28 @@ from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.registry import NONE
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.answers import Method, answers_of, by_method, check
-from qspec_jax.evaluate.perplexity import FULL, grid_of, heading
-from qspec_jax.evaluate.stream import Texts, split_tokens
+from qspec_jax.evaluate.cache_views import FULL
+from qspec_jax.evaluate.texts import Texts, split_tokens
 from qspec_jax.models.llama import Llama
-from qspec_jax.reports import Run, this_run
+from qspec_jax.reports import Run, grid, page, progress_bar, this_run
 
 TASKS = COMPLETION, CONTINUATION, RETRIEVAL = "completion", "continuation", "retrieval"
-LEAST_COMPLETED, LEAST_RETRIEVED = 8, 32  # characters of a line without its indentation: shorter ones say little, or occur again
-PLACES = 100  # that are looked at for each sample, at most: many lines are too short, or occur again
+MIN_COMPLETED, MIN_RETRIEVED = 8, 32  # characters of a line without indentation: shorter lines are too easy, or occur twice
+PLACES = 100  # maximum number of places tried for each sample: many lines are too short, or occur twice
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What to ask: `samples` prompts of each task, of `length` tokens, whose answers have at most `max_new_tokens`. depths: where the lines
-    to retrieve stand among the prompt's, from 0 to 1; the samples take one after the other."""
+    """What to ask.
+
+    Attributes:
+        length: tokens of a prompt.
+        samples: prompts of each task.
+        max_new_tokens: maximum tokens of an answer.
+        tasks: of TASKS.
+        depths: positions of the lines to retrieve among the prompt's, from 0 to 1, which samples use in turn.
+    """
 
     length: int
     samples: int
@@ -56,7 +59,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A prompt and what the text has behind it, as token ids, and as text without blanks around it."""
+    """A prompt and the text's own answer, as token ids, and as text without blanks around it."""
 
     task: str
     prompt: list[int]
@@ -66,7 +69,7 @@ class Sample:
 
 def _completion(texts: Texts, number: int, at: int, asked: Settings, depth: float) -> Sample | None:
     before, line = texts.cut_at_line(number, at)
-    if len(line.strip()) < LEAST_COMPLETED:
+    if len(line.strip()) < MIN_COMPLETED:
         return None
     own, answer = split_tokens(texts.tokenizer, before, line)
     prompt = texts.prompt(number, own, asked.length)
@@ -75,23 +78,23 @@ def _completion(texts: Texts, number: int, at: int, asked: Settings, depth: floa
 
 def _continuation(texts: Texts, number: int, at: int, asked: Settings, depth: float) -> Sample | None:
     tokens, new = texts.tokens[number], asked.max_new_tokens
-    behind = len(tokens) * at // len(texts.lines[number])
-    prompt, answer = texts.prompt(number, tokens[:behind], asked.length), tokens[behind : behind + new]
+    end = len(tokens) * at // len(texts.lines[number])
+    prompt, answer = texts.prompt(number, tokens[:end], asked.length), tokens[end : end + new]
     return Sample(CONTINUATION, prompt, answer, text_of(texts.tokenizer, answer).strip()) if prompt and len(answer) == new else None
 
 
 def _retrieval(texts: Texts, number: int, at: int, asked: Settings, depth: float) -> Sample | None:
     before, _ = texts.cut_at_line(number, at)
     context = texts.prompt(number, texts.tokenizer(before)["input_ids"], asked.length)
-    # What the line begins with, max_new_tokens at most, pushes as many out at the front.
+    # The repeated beginning of the line, at most max_new_tokens, pushes as many tokens out at the front.
     lines = text_of(texts.tokenizer, (context or [])[asked.max_new_tokens :]).split("\n")[1:-1]
     line = lines[round(depth * (len(lines) - 1))].rstrip() if lines else ""
-    if len(line.strip()) < LEAST_RETRIEVED:
+    if len(line.strip()) < MIN_RETRIEVED:
         return None
     own, tokens = split_tokens(texts.tokenizer, before, line)
     half = math.ceil(len(tokens) / 2)
     prompt, begun, answer = texts.prompt(number, own + tokens[:half], asked.length), tokens[:half], tokens[half:]
-    # Where it stands, and where it is begun again.
+    # Two occurrences: the line itself, and its repeated beginning.
     once = text_of(texts.tokenizer, prompt).count(text_of(texts.tokenizer, begun).strip()) == 2
     return Sample(RETRIEVAL, prompt, answer, text_of(texts.tokenizer, answer).strip()) if half <= asked.max_new_tokens and once else None
 
@@ -101,12 +104,15 @@ MAKERS = {COMPLETION: _completion, CONTINUATION: _continuation, RETRIEVAL: _retr
 
 @dataclasses.dataclass(frozen=True)
 class TaskScore:
-    """What a method came to in a task.
+    """The figures of a method in a task.
 
-    score, standard_error: mean over the samples, each from 0 to 1; of completion the edit similarity of the first line, of continuation
-    ROUGE-L, of retrieval whether the line is right; a single sample has no standard error. exact_match: the share of answers that are the
-    text's own. same_tokens: the share of samples for which the method gives the tokens that the first one with a full cache does; relative:
-    its score divided by that one's. Both are None where there is no such method, and relative where its score is 0.
+    Attributes:
+        score: mean over the samples, from 0 to 1: the edit similarity of the first line (completion), ROUGE-L (continuation), or whether
+            the line is right (retrieval).
+        standard_error: of the score; None for a single sample.
+        exact_match: share of answers that are the text's own.
+        same_tokens: share of samples with the tokens of the first method with a full cache; None without such a method.
+        relative: the score divided by that method's; None without such a method, or if its score is 0.
     """
 
     method: str
@@ -122,7 +128,7 @@ class TaskScore:
 
 @dataclasses.dataclass(frozen=True)
 class TasksReport(Run):
-    """What `qspec eval tasks` measured. texts: how many the prompts are made of; results: by method, and by task for each."""
+    """What `qspec eval tasks` measured: results by method and task, with prompts made of `texts` texts."""
 
     model: str
     dtype: str
@@ -130,9 +136,49 @@ class TasksReport(Run):
     texts: int
     results: list[TaskScore]
 
+    def table(self) -> Group:
+        """A line for each method: its scores in hundredths, as LongBench has them, their mean, and how it compares with the full cache."""
+        tasks = list(dict.fromkeys(row.task for row in self.results))
+        columns = grid("method", *tasks, "exact completions", "mean", "of full", "same tokens", left=("method",))
+        methods = by_method(self.results, _name)
+        means = {name: statistics.fmean(row.score for row in rows) for name, rows in methods.items()}
+        full = next((means[name] for name, rows in methods.items() if rows[0].cache == FULL), None)
+        for name, rows in methods.items():
+            errors = ["" if row.standard_error is None else f" ± {100 * row.standard_error:.1f}" for row in rows]
+            cells = [f"{100 * row.score:.1f}{error}" for row, error in zip(rows, errors)]
+            exact = "".join(f"{100 * row.exact_match:.1f}" for row in rows if row.task == COMPLETION)
+            same = "" if full is None else f"{statistics.fmean(row.same_tokens for row in rows):.1%}"
+            columns.add_row(name, *cells, exact, f"{100 * means[name]:.1f}", f"{means[name] / full:.1%}" if full else "", same)
+        asked = self.settings
+        new, number, texts = _plural(asked.max_new_tokens, "new token"), _plural(asked.samples, "prompt"), _plural(self.texts, "text")
+        prompts = f"{number} of {asked.length:,} tokens a task, from {texts}; up to {new}."
+        scores = (
+            "completion: edit similarity of the next line, and how often it is exact; continuation: ROUGE-L; retrieval: the line is exact."
+        )
+        notes = prompts, scores, "A small model scores low; what counts is how the caches compare."
+        notes = (*notes, "±: standard errors.") if asked.samples > 1 else notes
+        return page(f"Tasks on held-out text of {self.model}", f" in {self.dtype} on {self.device}", columns, notes=notes)
+
+    def figure(self) -> Any:
+        """Bars of every method's score with standard errors, by task."""
+        from matplotlib.figure import Figure
+
+        methods = by_method(self.results, _name)
+        figure = Figure(figsize=(9, 4.5), layout="constrained")
+        axes, width = figure.subplots(), 0.8 / len(methods)
+        for number, (label, rows) in enumerate(methods.items()):
+            places = [i + (number - (len(methods) - 1) / 2) * width for i in range(len(rows))]
+            errors = None if self.settings.samples == 1 else [100 * row.standard_error for row in rows]
+            axes.bar(places, [100 * row.score for row in rows], width, yerr=errors, capsize=2, label=label)
+        axes.set_xticks(range(len(rows)), [row.task for row in rows])
+        axes.set(ylabel="score", title=f"{self.model}: prompts of {self.settings.length:,} tokens")
+        axes.grid(axis="y", alpha=0.3)
+        axes.legend(fontsize=8)
+        return figure
+
 
 def make_samples(tokenizer, texts: Sequence[str], asked: Settings) -> list[Sample]:
-    """The samples of each task. Raises InputError for an unknown task, samples below 1, and texts that have not so many places."""
+    """The samples of each task. Raises InputError for an unknown task, samples below 1, and texts with too few places for the samples."""
     if unknown := [task for task in asked.tasks if task not in TASKS]:
         raise InputError(f"task {unknown[0]!r} should be one of {', '.join(TASKS)}")
     if asked.samples < 1:
@@ -159,9 +205,11 @@ def make_samples(tokenizer, texts: Sequence[str], asked: Settings) -> list[Sampl
 
 
 def similarity(found: Sequence[Any], true: Sequence[Any]) -> float:
-    """Twice the longest common subsequence by the sum of the lengths, from 0 to 1: of tokens the F1 of ROUGE-L (Lin 2004), of characters
-    the edit similarity that LongBench scores code by (`fuzz.ratio`)."""
-    longest = [0] * (len(true) + 1)  # of what was read of `found` and each beginning of `true`
+    """Twice the length of the longest common subsequence divided by the sum of the lengths, from 0 to 1.
+
+    Of tokens it is the F1 of ROUGE-L (Lin 2004), of characters the edit similarity with which LongBench scores code (`fuzz.ratio`).
+    """
+    longest = [0] * (len(true) + 1)  # common subsequences of the items of `found` so far and each beginning of `true`
     for item in found:
         diagonal = 0
         for i, other in enumerate(true, 1):
@@ -170,8 +218,7 @@ def similarity(found: Sequence[Any], true: Sequence[Any]) -> float:
 
 
 def score(sample: Sample, answer: Result) -> tuple[float, bool]:
-    """The score of an answer, and whether it is the text's own: its tokens, or its first line, before which a completion may have blank
-    ones."""
+    """The score of an answer, and whether it is the text's own: its tokens, or its first line; a completion may begin with blank ones."""
     if sample.task == CONTINUATION:
         return similarity(answer.token_ids, sample.answer), answer.token_ids == sample.answer
     line = (answer.text.lstrip() if sample.task == COMPLETION else answer.text).partition("\n")[0].strip()
@@ -190,14 +237,20 @@ def run(
     batch_size: int = 4,
     progress: bool | None = None,
 ) -> TasksReport:
-    """Scores every method on the same samples. name: the model's, for the report.
-    progress: None shows a bar on a terminal. Raises InputError as `make_samples`, `make_draft` and `answers.check` do."""
+    """Scores every method on the same samples.
+
+    Args:
+        progress: whether a bar is shown; None: where standard error is a terminal.
+
+    Raises:
+        InputError: as `make_samples`, `make_draft` and `answers.check` do.
+    """
     new = settings.max_new_tokens
     check(model, [settings.length], settings.depths, new)
     check_length(model, "a prompt", settings.length, new)
     asked = make_samples(tokenizer, texts, settings)
     prompts, answers = [sample.prompt for sample in asked], {}
-    with tqdm(total=len(methods) * len(asked), desc="tasks", unit="prompt", disable=None if progress is None else not progress) as bar:
+    with progress_bar(total=len(methods) * len(asked), progress=progress, desc="tasks", unit="prompt") as bar:
         for method in methods:
             draft = make_draft(method.draft, model)
             answers[method] = answers_of(model, tokenizer, prompts, method, new, batch_size=batch_size, draft=draft, bar=bar)
@@ -217,47 +270,10 @@ def run(
     return TasksReport(**this_run(), model=name, dtype=model.dtype.name, settings=settings, texts=len(texts), results=results)
 
 
-def table(report: TasksReport) -> Group:
-    """A line for each method: its scores in hundredths, as LongBench has them, their mean, and how it compares with the full cache."""
-    tasks = list(dict.fromkeys(row.task for row in report.results))
-    grid = grid_of("method", *tasks, "exact completions", "mean", "of full", "same tokens")
-    methods = by_method(report.results, _name)
-    means = {name: statistics.fmean(row.score for row in rows) for name, rows in methods.items()}
-    full = next((means[name] for name, rows in methods.items() if rows[0].cache == FULL), None)
-    for name, rows in methods.items():
-        error = lambda row: "" if row.standard_error is None else f" ± {100 * row.standard_error:.1f}"
-        cells = [f"{100 * row.score:.1f}{error(row)}" for row in rows]
-        exact = "".join(f"{100 * row.exact_match:.1f}" for row in rows if row.task == COMPLETION)
-        same = "" if full is None else f"{statistics.fmean(row.same_tokens for row in rows):.1%}"
-        grid.add_row(name, *cells, exact, f"{100 * means[name]:.1f}", f"{means[name] / full:.1%}" if full else "", same)
-    asked = report.settings
-    count = lambda number, what: f"{number} {what}" if number == 1 else f"{number} {what}s"
-    new = f"up to {count(asked.max_new_tokens, 'new token')}"
-    prompts = f"\n{count(asked.samples, 'prompt')} of {asked.length:,} tokens a task, from {count(report.texts, 'text')}; {new}."
-    scores = "completion: edit similarity of the next line, and how often it is exact; continuation: ROUGE-L; retrieval: the line is exact."
-    notes = prompts, scores, "A small model scores low; what counts is how the caches compare."
-    notes = (*notes, "±: standard errors.") if asked.samples > 1 else notes
-    return Group(heading("Tasks on held-out text", report), grid, *(Text(note, "dim") for note in notes))
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _name(row: TaskScore) -> str:
-    """What a method is called, as `bench decode` calls those over several caches."""
+    """The name of a row's method, as in `bench decode` over several caches."""
     return f"{NONE if row.method == AUTOREGRESSIVE else row.method}, {row.cache}"
-
-
-def plot(report: TasksReport, path: Path) -> None:
-    """Bars of every method's score with standard errors, by task. Raises InputError if the file cannot be written."""
-    from matplotlib.figure import Figure
-
-    methods = by_method(report.results, _name)
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    axes, width = figure.subplots(), 0.8 / len(methods)
-    for number, (label, rows) in enumerate(methods.items()):
-        places = [i + (number - (len(methods) - 1) / 2) * width for i in range(len(rows))]
-        errors = None if report.settings.samples == 1 else [100 * row.standard_error for row in rows]
-        axes.bar(places, [100 * row.score for row in rows], width, yerr=errors, capsize=2, label=label)
-    axes.set_xticks(range(len(rows)), [row.task for row in rows])
-    axes.set(ylabel="score", title=f"{report.model}: prompts of {report.settings.length:,} tokens")
-    axes.grid(axis="y", alpha=0.3)
-    axes.legend(fontsize=8)
-    plots.save(figure, path)
