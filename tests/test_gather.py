@@ -61,7 +61,7 @@ def test_by_the_kernel(monkeypatch, B, K, S, H, n, dtype):
         if place.size and positions[b, j, i] >= 0:
             wanted[b, j, i] = np.asarray(fetched.keys_values)[b, j, place[0]]
     np.testing.assert_array_equal(found, wanted)
-    monkeypatch.setattr(mosaic_gpu, "MOST_FETCHED", 1)  # fewer than there are: none is looked for
+    monkeypatch.setattr(mosaic_gpu, "MAX_FETCHED", 1)  # fewer than there are: none is looked for
     np.testing.assert_array_equal(mosaic_gpu.gather_tokens(store, positions, fetched), expected(store, positions))
 
 

@@ -419,7 +419,7 @@ def test_what_fits():
         drafts = planned.drafts_of(LLAMA_7B, "quantspec")
         return memory_of(LLAMA_7B, INT8, drafts, batch=batch, context=bucket(context), new_tokens=640, gamma=6).total
 
-    assert total(row.most_rows, 65536) <= room < total(row.most_rows + 1, 65536)
+    assert total(row.max_rows, 65536) <= room < total(row.max_rows + 1, 65536)
     assert total(1, row.longest_context) <= room < total(1, row.longest_context + 1)
 
 

@@ -36,7 +36,8 @@ from qspec_jax.planning.acceptance import ACCEPTANCE, PROPOSING
 from qspec_jax.planning.devices import DEVICES
 from qspec_jax.planning.memory import memory_of
 from qspec_jax.planning.operations import cache_bytes_read, int4_bytes, layer_weight_bytes, model_bytes, row_of, step_weight_bytes
-from qspec_jax.planning.plan import PlannedRow, PlanReport, plan
+from qspec_jax.planning.plan import plan
+from qspec_jax.planning.plan_report import PlannedRow, PlanReport
 from qspec_jax.planning.report import table
 from qspec_jax.planning.rounds import Asked, expected_rounds
 from qspec_jax.planning.steps import LayerReads, Row, outlined

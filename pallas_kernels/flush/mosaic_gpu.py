@@ -118,5 +118,5 @@ def _move_up(buffer, group_size: int) -> None:
 
 
 def _chunks(rows: int) -> list[slice]:
-    """Slices of ROWS that cover so many rows; the last may overlap the one before, which does no harm: none is read once written."""
+    """Slices of ROWS rows that cover `rows` rows; the last may overlap the one before, which does no harm: none is read once written."""
     return [slice(start, start + ROWS) for start in (*range(0, rows - ROWS, ROWS), rows - ROWS)]

@@ -14,8 +14,8 @@ def gather_tokens(
     *,
     implementation: Implementation = "auto",
 ) -> Float[Array, "B K n 2 H"]:
-    """The tokens at these positions of each KV head, each its key and its value, on the device. A position beyond either end stands for
-    that end.
+    """The tokens at these positions of each KV head, each its key and its value, on the device. A position beyond either end reads
+    the token at that end.
 
     store: of each token its key, then its value, in host or device memory. fetched: tokens of the same store that are on the device
     already. The GPU kernel, which is for a store in host memory, copies these from there if they are at most 128 of each KV head; the

@@ -7,7 +7,7 @@ On some machines address translation limits reading: the address of each token h
 which looks up the page that it is in. That is faster where the reads that are under way together are of a narrow region. So a token's key
 and value are adjacent in memory, and the warps interleave. Tokens are divided into lines, of up to 512 bytes. All warps go through one list
 of lines, in the order of `positions`: in each trip of its loop a warp reads a few lines, the next warp those after them, and the next trip
-of the first warp begins behind the last warp's.
+of the first warp begins after the last warp's.
 
 Other kernels run at the same time. A block of attention or of a matrix product needs nearly all registers of a multiprocessor, and cannot
 begin where a block of this kernel is. Therefore all its warps are on a few multiprocessors, and attention has as many blocks as fit the
@@ -29,12 +29,12 @@ from pallas_kernels.gpu.launch import launch
 
 PIECE = 16  # bytes that a lane reads at a time
 LINE = 32 * PIECE  # bytes of a line, at most: what the lanes of a warp read with one load each
-SHARE = 32  # of so many multiprocessors one has a block of this kernel, and no registers left for another kernel's
-WARPS = 32  # of a block: as many as there can be
+SHARE = 32  # one of SHARE multiprocessors has a block of this kernel, and no registers left for another kernel's
+WARPS = 32  # of a block: the most that there can be
 AT_ONCE = 2  # loads that a lane has under way at the same time, all of one trip
 # Tokens of a KV head that are on the device already. With more, the kernel reads all tokens from the store: comparing would take
 # longer, by an estimate.
-MOST_FETCHED = 128
+MAX_FETCHED = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Plan:
 
 
 def occupied() -> int:
-    """Multiprocessors on which there is no room for another kernel's blocks while this one runs, as many as it has blocks."""
+    """Multiprocessors on which there is no room for another kernel's blocks while this one runs: one for each of its blocks."""
     return max(1, multiprocessors() // SHARE)
 
 
@@ -109,7 +109,7 @@ def gather_tokens(store: Float[Array, "B K S 2 H"], positions: Int[Array, "B K n
     """See `pallas_kernels.gather.gather_tokens`."""
     (*_, S, _, H), n = store.shape, positions.shape[2]
     plan = Plan(occupied(), positions.size, n, S, 2 * H * store.dtype.itemsize, 0 if fetched is None else fetched.positions.shape[2])
-    if not 0 < plan.fetched <= MOST_FETCHED:
+    if not 0 < plan.fetched <= MAX_FETCHED:
         return run(dataclasses.replace(plan, fetched=0), store, positions)
     return run(plan, store, positions, fetched.keys_values, fetched.positions)
 
@@ -145,7 +145,7 @@ def emit_block(plan: Plan, refs: dict) -> None:
     def places(heads, positions) -> list:
         """The place of each token among those of its KV head that are fetched already; -1 if it is not among them."""
         words = 4 if plan.fetched % 4 == 0 else 1
-        # A position of -1 stands for no token.
+        # A position of -1 is no token.
         positions = [ptx.select(position < 0, ptx.i32(-2), position) for position in positions]
 
         def compare(i, found):

@@ -27,7 +27,7 @@ def unreachable(devices: tuple[jax.Device, ...]) -> str | None:
 
 @functools.cache
 def addresses(devices: tuple[jax.Device, ...], words: int, zeros: int) -> np.ndarray:
-    """Where so many words of 32 bits lie on each device, [device, lower and upper half] in uint32.
+    """Where `words` words of 32 bits lie on each device, [device, lower and upper half] in uint32.
 
     zeros: how many of the words begin as 0; the others have all bits set. For devices that are not here, which a program can be compiled
     for all the same, the addresses are 0.

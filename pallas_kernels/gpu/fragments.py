@@ -40,7 +40,7 @@ def mma_warpgroup(a: Sequence[Sequence[Value]], b: Value, tiles: int, tile_bytes
     distances = 128 // 16 << 16 | tile_bytes // 16 << 32
     lines = [
         f".reg .b32 at; .reg .b64 b; .reg .pred add; .reg .f32 d<{columns}>;",
-        # Of an address its last 18 bits: in a cluster the block's rank stands above them.
+        # Of an address its last 18 bits: in a cluster the block's rank is above them.
         f"bfe.u32 at, ${columns}, 4, 14; cvt.u64.u32 b, at; or.b64 b, b, {distances}; setp.ne.u32 add, at, at;",
         "wgmma.fence.sync.aligned;",
     ]
@@ -60,7 +60,7 @@ def start_products(acc: Sequence[Value], a: Sequence[Sequence[Value]], b: Value,
     """Starts acc [64, columns] + the sum over i of a[i] [64, 16] @ b[i] [16, columns], bfloat16, and returns acc, which is not to be read
     before `products_done`.
 
-    As `mma_warpgroup`, but b[i] lies `places[i]` bytes behind b, and a must not change before `wait_for_products` has waited.
+    As `mma_warpgroup`, but b[i] lies `places[i]` bytes after b, and a must not change before `wait_for_products` has waited.
     """
     columns = len(acc)
     registers = ", ".join(f"${i}" for i in range(columns))

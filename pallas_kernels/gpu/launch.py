@@ -9,19 +9,19 @@ from jax.custom_batching import sequential_vmap
 
 SHARED_BYTES = 227 * 1024  # that a block may have, on Hopper
 RESERVED_BYTES = 2048  # of these: Mosaic takes some for itself
-# A cluster lies within a GPC. GPC: multiprocessors that it has on average, at least; LEAST_OF_GPC: what even the smallest has.
-GPC, LEAST_OF_GPC = 16, 12
+# A cluster lies within a GPC. GPC: multiprocessors that it has on average, at least; MIN_OF_GPC: those that the smallest has.
+GPC, MIN_OF_GPC = 16, 12
 MAX_CLUSTER = 8  # blocks, that every device with clusters can run at once
 
 
 def clusters_at_once(size: int, multiprocessors: int) -> int:
-    """How many clusters of `size` blocks surely run at once, with one block on each multiprocessor; others may begin when these have ended.
+    """How many clusters of `size` blocks surely run at once, with one block on each multiprocessor.
 
     On an H200 with 132 multiprocessors 16 clusters of 6 and 24 of 4 blocks did, and 16 of 7 or 8, 24 of 5 and 32 of 4 did not.
     """
     if size <= 2:  # two neighbours always make a cluster
         return multiprocessors // size
-    return multiprocessors // GPC * (LEAST_OF_GPC // size)
+    return multiprocessors // GPC * (MIN_OF_GPC // size)
 
 
 def launch(
@@ -35,12 +35,21 @@ def launch(
     updated: dict | None = None,
     cluster: int = 1,
 ) -> dict:
-    """Runs `emit(refs)` in that many blocks of so many warpgroups, each block with a ref "shared" of its own.
+    """Runs `emit(refs)` in each block of a launch. Under jax.vmap the launches come one after the other.
 
-    cluster: so many blocks with neighbouring numbers run at the same time, and may read each other's shared memory.
+    Args:
+        name: the kernel's, in profiles.
+        emit: emits the program of a block; refs: of all arrays by their names, and "shared", the block's shared memory.
+        inputs: arrays by name.
+        outputs: shapes by name.
+        blocks: of the launch.
+        warpgroups: of each block.
+        shared_bytes: of each block's shared memory.
+        updated: arrays by name that the kernel writes to in place.
+        cluster: blocks with neighbouring numbers that run at the same time, and may read each other's shared memory.
 
-    Returns the outputs, and the arrays of `updated`, which the kernel writes to where they lie. Under jax.vmap the launches come one after
-    the other.
+    Returns:
+        The outputs and the arrays of `updated`, by name.
     """
     from jax.experimental.mosaic.gpu import core as mosaic
     from jax.experimental.pallas import mosaic_gpu as plgpu

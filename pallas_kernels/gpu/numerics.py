@@ -70,7 +70,7 @@ def largest_positive(pairs: Sequence[Value]) -> Value:
 
 
 def nibble_masks(zero: Value) -> tuple[Value, Value]:
-    """The masks of `unpack`, made from a zero that the compiler does not know to be one: it would load constants anew at every use."""
+    """The masks of `unpack`, made from a zero that the compiler does not know to be one: it would load constants again at every use."""
     return zero ^ 0x000F000F, zero ^ 0x00F000F0
 
 

@@ -17,7 +17,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, cf, llvm, scf
 
-ABSENT = 0xFFFFFFFF  # a word that nobody has handed over yet: two NaNs in bfloat16 that no conversion gives
+ABSENT = 0xFFFFFFFF  # a word that no thread has handed over yet: two NaNs in bfloat16 that no conversion gives
 SPIN_TRIES = 1 << 23  # of `spin_wait` for another block: some seconds, where microseconds are to be expected
 DEVICE_SPIN_TRIES = 1 << 26  # for another device, which may begin later: most of a minute
 

@@ -33,7 +33,7 @@ class Ring:
 
     @property
     def arrivals_end(self):
-        """The address behind the barriers of all slots."""
+        """The address after the barriers of all slots."""
         return self.arrivals + 2 * 8 * self.slots
 
     def following(self, slot, parity) -> tuple:

@@ -42,9 +42,7 @@ def lookup(kernel: str, problem: Mapping[str, int | None]) -> dict | None:
 def tuned(kernel: str, problem: Mapping[str, int | None], make: Callable[[dict], Made]) -> Made | None:
     """Makes something of the configuration that measured best, by `make`; None where there is none or where `make` raises an error.
 
-    The error becomes a logged line.
-
-    So a file of another version, or one that was edited, costs speed and nothing else.
+    The error is logged: a file of another version, or one that was edited, costs speed and nothing else.
     """
     found = lookup(kernel, problem)
     if found is None:
@@ -64,7 +62,7 @@ def check_counts(config: Any) -> None:
 
 
 def store(kernel: str, problem: Mapping[str, int | None], config: Mapping[str, int], file: Path) -> None:
-    """Adds an entry to a file, in place of the one for the same problem; not for two processes at a time.
+    """Adds an entry to a file, replacing the one for the same problem; not for two processes at a time.
 
     Raises OSError where the file cannot be read or written, and ValueError where it is no such file; it is then as it was.
     """

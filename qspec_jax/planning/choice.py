@@ -1,4 +1,4 @@
-"""What `--draft auto` stands for, and what a draft costs beside a verification: by shapes and stored figures of devices, never by a clock.
+"""The choice of `--draft auto`, and the cost of a draft beside a verification: by shapes and stored figures of devices, never by a clock.
 
 So both are the same on every run with the same settings on the same kind of device. Costs are those of `qspec plan`.
 """
@@ -15,7 +15,8 @@ from qspec_jax.models.config import LlamaConfig
 from qspec_jax.planning import cpu, timing
 from qspec_jax.planning.acceptance import ACCEPTANCE
 from qspec_jax.planning.devices import Device, stored_device
-from qspec_jax.planning.plan import PlannedRow, Planner
+from qspec_jax.planning.plan_report import PlannedRow
+from qspec_jax.planning.planner import Planner
 from qspec_jax.planning.steps import outlined, outlined_draft
 from qspec_jax.quantization.outline import outline
 

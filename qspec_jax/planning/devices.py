@@ -12,7 +12,7 @@ from typing import Any
 from qspec_jax.errors import InputError
 from qspec_jax.files import read_json
 
-# The share of its peak bandwidth that a device reads at: 0.943 on the H100 and 0.954 on the H200, and assumed where nobody measured it.
+# The share of its peak bandwidth that a device reads at: 0.943 on the H100 and 0.954 on the H200, and assumed for other devices.
 READ_SHARE = 0.94
 KERNELS = ("mosaic_gpu", "triton")
 MOST = 1e9  # of any field: what is larger is a mistake in its unit
@@ -75,8 +75,8 @@ DEVICES = {
 
 
 def stored_device(kind: str) -> Device | None:
-    """The device of `DEVICES` for what JAX calls one: that whose name stands in it, as "A100" does in "NVIDIA A100-SXM4-80GB" and "H100" in
-    "NVIDIA H100 PCIe". None for any other, a CPU among them."""
+    """The device of `DEVICES` for JAX's name of a kind: the one whose name is a part of it, as "A100" is of "NVIDIA A100-SXM4-80GB". None
+    for any other, a CPU among them."""
     for device in DEVICES.values():
         if re.search(rf"(?<!\w){re.escape(device.name)}(?!\w)", kind):
             return device

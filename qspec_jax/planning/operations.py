@@ -118,7 +118,7 @@ def model_bytes(config: LlamaConfig) -> float:
 
 
 def row_of(config: LlamaConfig, cache: CacheConfig, tokens: int) -> Row:
-    """The cache of a row that holds so many tokens."""
+    """The cache of a row that holds this number of tokens."""
     quantized = cache.schedule_for(config.head_dim).quantized_length(tokens)
     return Row(quantized, tokens - quantized, cache.group_size_for(config.head_dim))
 

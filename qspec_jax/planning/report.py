@@ -9,7 +9,7 @@ from rich.text import Text
 
 from qspec_jax import plots
 from qspec_jax.drafts.registry import NONE
-from qspec_jax.planning.plan import Best, PlannedRow, PlanReport, Status
+from qspec_jax.planning.plan_report import Best, PlannedRow, PlanReport, Status
 
 
 def table(report: PlanReport) -> Group:
@@ -75,7 +75,7 @@ def _rows(report: PlanReport) -> Table:
         speedup = "-" if row.speedup is None else f"{row.speedup:.2f}x {row.baseline}"
         figures = [str(row.gamma or "-"), accepted, step, f"{row.target_ms:,.2f}"]
         figures += [f"{row.ms_per_token:,.2f}", f"{row.tokens_per_second:,.0f}"]
-        room = [f"{row.prefill_s:,.2f}", f"{row.memory.total / 1e9:,.1f}", f"{row.most_rows:,}", f"{row.longest_context:,}"]
+        room = [f"{row.prefill_s:,.2f}", f"{row.memory.total / 1e9:,.1f}", f"{row.max_rows:,}", f"{row.longest_context:,}"]
         grid.add_row(*name, *figures, speedup, *room, "" if row.status == Status.PLANNED else row.status)
     return grid
 

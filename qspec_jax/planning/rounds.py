@@ -41,7 +41,7 @@ class Rounds:
 
     @property
     def steps(self) -> float:
-        """Passes of the last draft that the batch takes, as many as the row with the most eligible drafts has."""
+        """Passes of the last draft that the batch takes: those of the row with the most eligible drafts."""
         return sum(self.passes)
 
     @property

@@ -29,7 +29,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class LayerReads(Reads):
-    """What a step reads of one layer: of the cache, see `Reads`, and weights of so many bits, 16 for a model's own and 4 for INT4."""
+    """What a step reads of one layer: of the cache, see `Reads`, and of weights. weight_bits: 16 for a model's own, 4 for INT4."""
 
     weight_bits: int = 16
 

@@ -45,21 +45,28 @@ REFERENCE_ITEM_BYTES = 4  # the plain-JAX INT4 matmul writes and reads its weigh
 class Efficiencies:
     """Coefficients of the model, in seconds on an H100 or H200 unless said otherwise. All are fitted but launch_small, which is assumed.
 
-    layer_one_row, layer_rows: a layer with its own weights, besides its bytes and its attention, with one row of activations and with
-    several. layer_int4: the same of a fused INT4 layer. layer_batch: any layer, for each further row of a batch.
-    launch_attention, launch_attention_triton, launch_matmul, launch_small: a launch of attention, of an INT4 matmul, of a norm or RoPE.
-    matmul_floor: an INT4 matmul in a launch of its own, as a share of the time of its bytes.
-    launch_listed: in place of launch_attention over listed groups, the launch that merges partial results included.
-    full, int4, int8: attention, for each token and KV head, besides its bytes, by what is read. tile: for each further tile of query
-    rows; tile_exposed: in place of it on a device that reads faster than an H100, where reading hides less of it. int4_default,
-    int8_default: in place of int4 and int8 on a device other than the H100 without a tuned configuration. int4_triton, int8_triton,
-    tile_triton: the same of the Triton kernels. observed: finding each group's mass, for each quantized token and
-    tile of query rows.
-    int4_rows: the INT4 matmul, for each weight and each further tile of rows. int4_parts: the same where activations are placed in parts.
-    launch_wide: in place of launch_matmul for the INT4 matmul of many rows. int4_wide: the same kernel, for each
-    row and each single weight of the busiest block, times the number of multiprocessors.
-    round: sampling and all else that a round does once. flush_layer: a flush, for each layer.
-    prefill_share: the share of the bf16 peak that prefill reaches. prefill_call: a call of prefill.
+    Attributes:
+        layer_one_row, layer_rows: a layer with its own weights, besides its bytes and its attention, with one row of activations and with
+            several.
+        layer_int4: the same of a fused INT4 layer.
+        layer_batch: any layer, for each further row of a batch.
+        launch_attention, launch_attention_triton, launch_matmul, launch_small: a launch of attention, of an INT4 matmul, of a norm or RoPE.
+        launch_listed: a launch of attention over listed groups, with the launch that merges partial results.
+        matmul_floor: an INT4 matmul in a launch of its own, as a share of the time of its bytes.
+        full, int4, int8: attention, for each token and KV head, besides its bytes, by what is read.
+        tile: attention, for each further tile of query rows.
+        tile_exposed: the same on a device that reads faster than an H100, where reading hides less of it.
+        observed: finding each group's mass, for each quantized token and tile of query rows.
+        int4_default, int8_default: int4 and int8 on a device other than the H100 without a tuned configuration.
+        int4_triton, int8_triton, tile_triton: int4, int8 and tile of the Triton kernels.
+        int4_rows: the INT4 matmul, for each weight and each further tile of rows.
+        int4_parts: the same where activations are placed in parts.
+        launch_wide: a launch of the INT4 matmul of many rows.
+        int4_wide: that kernel, for each row and each single weight of the busiest block, times the number of multiprocessors.
+        round: sampling and all else that a round does once.
+        flush_layer: a flush, for each layer.
+        prefill_share: the share of the bf16 peak that prefill reaches.
+        prefill_call: a call of prefill.
     """
 
     layer_one_row: float = 1.606e-05
@@ -144,7 +151,7 @@ def pass_cost(device: Device, reads: StepReads, group_size: int, *, batch: int =
 def draft_cost(
     device: Device, draft: OutlinedDraft, target: LlamaConfig, cache: CacheConfig, *, context: int, batch: int, tokens: int = 1
 ) -> Cost:
-    """A pass of a draft's model over so many new tokens of each row, behind `context` tokens in the target's cache. Only for a draft with a
+    """A pass of a draft's model over `tokens` new tokens of each row, after `context` tokens in the target's cache. Only for a draft with a
     model."""
     row = row_of(target, cache, context + tokens)
     return pass_cost(device, draft.reads(row), row.group_size, batch=batch, tokens=tokens)
@@ -153,7 +160,7 @@ def draft_cost(
 def target_cost(
     device: Device, target: LlamaConfig, cache: CacheConfig, *, context: int, batch: int, tokens: int, observe: bool = False
 ) -> Cost:
-    """A pass of the target over so many new tokens of each row: a verification, or with one token a step without a draft."""
+    """A pass of the target over `tokens` new tokens of each row: a verification, or with one token a step without a draft."""
     row = row_of(target, cache, context + tokens)
     return pass_cost(device, own_step(target, row), row.group_size, batch=batch, tokens=tokens, observe=observe)
 
