@@ -6,17 +6,21 @@ and an addition are two FLOPs. Models and full caches are in bfloat16.
 """
 
 import dataclasses
+import functools
 from collections import Counter
+
+import jax
+import jax.numpy as jnp
 
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.drafts.draft import Reads
-from qspec_jax.drafts.step_bytes import ITEM_BYTES, bytes_of_tokens
+from qspec_jax.drafts.step_bytes import ITEM_BYTES, bytes_of, bytes_of_tokens
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.planning.steps import LayerReads, Row, StepReads
-from qspec_jax.quantization.weights import weight_group_size
+from qspec_jax.quantization.outline import int4_outline, outline
+from qspec_jax.quantization.weights import is_linear, quantize_rows
 
 PARAMETERS = 2  # a scale and a zero
-INT8_SCALE_BYTES = 4  # of the head in INT8: a scale in float32 for each output
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,48 +77,47 @@ def linear_parameters(config: LlamaConfig) -> int:
     return sum(out * inputs for out, inputs in linear_shapes(config))
 
 
-def int4_bytes(config: LlamaConfig) -> float:
+@functools.cache
+def _weights(config: LlamaConfig, bits: int) -> dict[str, int]:
+    """Bytes of each weight of a model by its path. bits: of its linear layers, 4, or 16 for bfloat16."""
+    return {path: bytes_of(weight) for path, weight in outline(config, int4=bits == 4).weights().items()}
+
+
+def int4_bytes(config: LlamaConfig) -> int:
     """Bytes of the matrices of one layer in INT4."""
-    return sum(int4_matrix_bytes(out, inputs) for out, inputs in linear_shapes(config))
+    return sum(size for path, size in _weights(config, 4).items() if _in_layer(path) and is_linear(path))
 
 
 def int4_matrix_bytes(out: int, inputs: int) -> int:
     """Bytes of a matrix in INT4: codes, and a scale and a zero for each group of inputs."""
-    size = weight_group_size(inputs)
-    return out * -(-inputs // size) * (size // 2 + PARAMETERS * ITEM_BYTES)
+    return bytes_of(int4_outline((out, inputs)))
 
 
-def vector_parameters(config: LlamaConfig) -> int:
-    """Numbers in the norms and biases of one layer."""
-    c = config
-    attended, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    biases = c.qkv_bias * (attended + 2 * keys) + c.output_bias * c.hidden_size + c.mlp_bias * (2 * c.intermediate_size + c.hidden_size)
-    return 2 * c.hidden_size + c.qk_norm * 2 * c.head_dim + biases
-
-
-def layer_weight_bytes(config: LlamaConfig, bits: int) -> float:
+def layer_weight_bytes(config: LlamaConfig, bits: int) -> int:
     """Bytes of one layer's weights. bits: 4, or 16 for bfloat16."""
-    matrices = int4_bytes(config) if bits == 4 else linear_parameters(config) * ITEM_BYTES
-    return matrices + vector_parameters(config) * ITEM_BYTES
+    return sum(size for path, size in _weights(config, bits).items() if _in_layer(path))
 
 
-def head_bytes(config: LlamaConfig, bits: int) -> float:
+def _in_layer(path: str) -> bool:
+    return path.startswith("layers.0.")  # all layers have the same shapes
+
+
+def head_bytes(config: LlamaConfig, bits: int) -> int:
     """Bytes of the head. bits: 8 for INT8, 16 for bfloat16."""
-    return config.vocab_size * (config.hidden_size + INT8_SCALE_BYTES if bits == 8 else config.hidden_size * ITEM_BYTES)
+    head = jax.ShapeDtypeStruct((config.vocab_size, config.hidden_size), jnp.bfloat16)
+    return bytes_of(jax.eval_shape(quantize_rows, head) if bits == 8 else head)
 
 
-def step_weight_bytes(reads: StepReads) -> float:
+def step_weight_bytes(reads: StepReads) -> int:
     """Bytes of the weights that a step reads, in bfloat16 where they are not quantized; `drafts.step_bytes.weight_bytes` counts the same of
     a model that is there."""
-    bits = Counter(layer.weight_bits for layer in reads.layers)
-    layers = sum(count * layer_weight_bytes(reads.config, each) for each, count in bits.items())
-    return layers + reads.config.hidden_size * ITEM_BYTES + head_bytes(reads.config, reads.head_bits)
+    layers = sum(layer_weight_bytes(reads.config, layer.weight_bits) for layer in reads.layers)
+    return layers + _weights(reads.config, 16)["norm.weight"] + head_bytes(reads.config, reads.head_bits)
 
 
-def model_bytes(config: LlamaConfig) -> float:
-    """Bytes of all weights of a model."""
-    embeddings = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
-    return config.num_layers * layer_weight_bytes(config, 16) + (embeddings + config.hidden_size) * ITEM_BYTES
+def model_bytes(config: LlamaConfig) -> int:
+    """Bytes of all weights of a model, in bfloat16."""
+    return sum(_weights(config, 16).values())
 
 
 def row_of(config: LlamaConfig, cache: CacheConfig, tokens: int) -> Row:

@@ -10,18 +10,28 @@ from qspec_jax.quantization.weights import is_linear, weight_group_size
 
 
 def outline(config: LlamaConfig, *, int4: bool = False, dtype: str = "bfloat16") -> Llama:
-    """A model of this shape whose weights are shapes. int4: with linear layers in INT4. dtype: of all other weights."""
+    """A model of this shape whose weights are shapes.
+
+    Args:
+        config: the model's shape.
+        int4: whether linear layers are in INT4.
+        dtype: of all other weights.
+    """
 
     def make(path: str, shape: tuple[int, ...]) -> Weight:
-        if not (int4 and is_linear(path)):
-            return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-        out, inputs = shape
-        size = weight_group_size(inputs)
-        groups = -(-inputs // size)
-        codes, parameters = jax.ShapeDtypeStruct((out, groups, size // 2), jnp.uint8), jax.ShapeDtypeStruct((out, groups), jnp.dtype(dtype))
-        return Int4Weight(codes, parameters, parameters, -inputs % size)
+        return int4_outline(shape, dtype) if int4 and is_linear(path) else jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
     return Llama(config, make)
+
+
+def int4_outline(shape: tuple[int, int], dtype: str = "bfloat16") -> Int4Weight:
+    """The shapes of a weight [out, in] in INT4. dtype: of scales and zeros."""
+    out, inputs = shape
+    size = weight_group_size(inputs)
+    groups = -(-inputs // size)
+    codes = jax.ShapeDtypeStruct((out, groups, size // 2), jnp.uint8)
+    scale, zero = (jax.ShapeDtypeStruct((out, groups), jnp.dtype(dtype)) for _ in range(2))
+    return Int4Weight(codes, scale, zero, -inputs % size)
 
 
 def is_outline(model: Llama) -> bool:
