@@ -65,7 +65,9 @@ def _body(layer: HierarchicalLayer, places, staged, *, scheme: str) -> None:
     first, third = (index[row] for index in places)
     size = layer.keys.upper.shape
     due = (first < size[0]) & (third >= 0) & (third < size[2])
-    of_group = lambda planes: jax.tree.map(lambda ref: ref.at[first, head, third], planes)
+
+    def of_group(planes):
+        return jax.tree.map(lambda ref: ref.at[first, head, third], planes)
 
     @pl.when(due & (part == 0))
     def _():
@@ -102,7 +104,10 @@ def _quantize(columns: Callable, planes: Planes, scheme: str) -> None:
             _, _, scale, zero = encode(low, low, high)
             planes.scale.at[at][...] = scale.astype(jnp.bfloat16)
             planes.zero.at[at][...] = zero.astype(jnp.bfloat16)
-            to_rows = lambda extreme: lax.broadcast_in_dim(extreme, x.shape, [1])
+
+            def to_rows(extreme):
+                return lax.broadcast_in_dim(extreme, x.shape, [1])
+
             return encode(x, to_rows(low), to_rows(high))[:2]
 
         for plane, low, high in zip((planes.upper, planes.lower), codes(0), codes(half)):

@@ -12,7 +12,10 @@ def flush(layer: HierarchicalLayer, lengths: Lengths, due: Bool[Array, "B"], *, 
     buffer = layer.buffer
     row, group = layer.next_places(lengths, due)
     codes = quantize_groups(buffer.keys[:, :, None, :G], buffer.values[:, :, None, :G], scheme=scheme, dtype=layer.keys.scale.dtype)
-    append = lambda cache, new: cache.at[row, :, group].set(new[:, :, 0], mode="drop")
+
+    def append(cache, new):
+        return cache.at[row, :, group].set(new[:, :, 0], mode="drop")
+
     keys, values = jax.tree.map(append, (layer.keys, layer.values), codes)
 
     shifted = FullLayer(moved_up(buffer.keys, G, due), moved_up(buffer.values, G, due))

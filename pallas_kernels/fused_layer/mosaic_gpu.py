@@ -24,7 +24,7 @@ from pallas_kernels.fused_layer.arguments import LayerArguments
 from pallas_kernels.gpu import exchange
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.matmul import support
-from pallas_kernels.matmul.mosaic_gpu import WARPGROUPS, weight_inputs
+from pallas_kernels.matmul.mosaic_gpu import WARPGROUPS
 from pallas_kernels.matmul.mosaic_plan import COUNTER_WORDS, MATH_WARPS, MIN_SLOTS, NUMBERS, Plan, Stage
 
 MAX_ROWS = 8
@@ -136,7 +136,7 @@ def run(
 
     inputs = {"residual": x, "x": attended} | {f"norm{i}": norm for i, norm in enumerate(norms)}
     for number, several in enumerate(weights):
-        inputs |= weight_inputs(number, several)
+        inputs |= support.weight_inputs(several, number)
     if table is not None:
         inputs["exchange_table"] = table
     shapes = {"residual_out": x.shape, "y": (plan.rows, plan.stages[-1].width)}

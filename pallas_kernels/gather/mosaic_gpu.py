@@ -140,7 +140,8 @@ def emit_block(plan: Plan, refs: dict) -> None:
     own, piece = lane // plan.lanes, lane % plan.lanes * PIECE
     last = ptx.i32(plan.positions * plan.lines - 1)
 
-    within = lambda name, size, head, index: at[name] + (ptx.i64(head) * size + ptx.i64(index)) * plan.token_bytes
+    def within(name, size, head, index):
+        return at[name] + (ptx.i64(head) * size + ptx.i64(index)) * plan.token_bytes
 
     def places(heads, positions) -> list:
         """The place of each token among those of its KV head that are fetched already; -1 if it is not among them."""

@@ -87,6 +87,9 @@ def launch(
 
 def varying_as(arrays: Sequence[jax.Array], result: jax.Array) -> jax.Array:
     """The result, which within jax.shard_map differs between devices where any of the arrays does."""
-    of = lambda array: jax.typeof(array).manual_axis_type.varying
+
+    def of(array):
+        return jax.typeof(array).manual_axis_type.varying
+
     missing = frozenset().union(*map(of, arrays)) - of(result)
     return jax.lax.pcast(result, tuple(missing), to="varying") if missing else result

@@ -82,12 +82,18 @@ def unpack(upper: Value, lower: Value | None, masks: tuple[Value, Value]) -> tup
     """
     if lower is None:
         both = upper, upper >> 8
-        take = lambda x, mask: ptx.pure("lop3.b32 $0, $1, $2, 0x64006400, 0xEA;", x, mask)  # x & mask | 0x64006400
+
+        def take(x, mask):
+            return ptx.pure("lop3.b32 $0, $1, $2, 0x64006400, 0xEA;", x, mask)  # x & mask | 0x64006400
+
         return tuple(tuple(take(x, mask) for x in both) for mask in masks)
     low = (upper << 4) & 0xF0F0F0F0 | lower & 0x0F0F0F0F
     high = upper & 0xF0F0F0F0 | (lower >> 4) & 0x0F0F0F0F
     exponents = ptx.i32(0x64646464)
-    expand = lambda x, order: ptx.pure(f"prmt.b32 $0, $1, $2, {order};", x, exponents)
+
+    def expand(x, order):
+        return ptx.pure(f"prmt.b32 $0, $1, $2, {order};", x, exponents)
+
     return tuple((expand(x, "0x4240"), expand(x, "0x4341")) for x in (low, high))
 
 
@@ -107,7 +113,10 @@ def nibbles_to_bf16(x: Value, factors: tuple[Value, Value, Value]) -> tuple[tupl
     nibbles, from bytes (0, 2) and (1, 3), and then two for the high nibbles.
     """
     low, high, zero = factors
-    take = lambda x, mask, factor: fma_bf16(x & mask, factor, zero)
+
+    def take(x, mask, factor):
+        return fma_bf16(x & mask, factor, zero)
+
     both = x, x >> 8
     return tuple(tuple(take(x, mask, factor) for x in both) for mask, factor in ((0x000F000F, low), (0x00F000F0, high)))
 
@@ -118,7 +127,10 @@ CODES_DIVISOR = 64.0  # of `codes_to_bf16`
 def codes_to_bf16(x: Value) -> tuple[Value, Value]:
     """Four signed bytes divided by CODES_DIVISOR, exactly, as two pairs of bfloat16 in their order (docs/kernels/formats.md)."""
     unsigned, factor, offset = x ^ 0x80808080, ptx.i32(0x7F007F00), ptx.i32(0xC000C000)  # pairs of 2^127 and of -2
-    expand = lambda order: ptx.pure(f"prmt.b32 $0, $1, $2, {order};", unsigned, ptx.i32(0))
+
+    def expand(order):
+        return ptx.pure(f"prmt.b32 $0, $1, $2, {order};", unsigned, ptx.i32(0))
+
     return tuple(fma_bf16(expand(order), factor, offset) for order in ("0x4140", "0x4342"))
 
 

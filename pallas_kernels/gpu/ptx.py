@@ -233,7 +233,10 @@ def while_loop(condition: Callable, carry, body: Callable):
     leaves, structure = jax.tree.flatten(carry)
     types = [x.raw.type for x in leaves]
     while_op = scf.WhileOp(types, [x.raw for x in leaves])
-    inner = lambda block: jax.tree.unflatten(structure, map(Value, block.arguments))
+
+    def inner(block):
+        return jax.tree.unflatten(structure, map(Value, block.arguments))
+
     before, after = (ir.Block.create_at_start(region, types) for region in while_op.regions)
     with ir.InsertionPoint(before):
         scf.ConditionOp(condition(inner(before)).raw, before.arguments)

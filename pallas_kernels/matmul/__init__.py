@@ -72,7 +72,10 @@ def unsupported(x: Array, weights: Sequence[Int4Weight], implementation: str) ->
 
 def _multiply(x: Array, weights: Sequence[Weight], dtype) -> Array:
     """The outputs without biases."""
-    every = lambda kind: all(isinstance(weight, kind) for weight in weights)
+
+    def every(kind):
+        return all(isinstance(weight, kind) for weight in weights)
+
     if every(Int4Weight):
         return int4_matmul(x, weights).astype(dtype)
     if every(Int8Weight) or _plain(*weights):

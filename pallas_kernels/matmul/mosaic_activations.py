@@ -64,7 +64,10 @@ class Activations:
     def load(self, array, stage: Stage, pieces: list, read) -> list:
         """Reads pieces of rows of an array, 0 where there are none."""
         there = [piece < stage.groups * PIECES for _, piece in pieces]
-        place = lambda piece, is_there: ptx.i64(ptx.select(is_there, piece, ptx.i32(0))) * (2 * NUMBERS)
+
+        def place(piece, is_there):
+            return ptx.i64(ptx.select(is_there, piece, ptx.i32(0))) * (2 * NUMBERS)
+
         row_bytes = 2 * GROUP_SIZE * stage.groups
         found = read([array + place(piece, is_there) + row * row_bytes for (row, piece), is_there in zip(pieces, there)])
         return [[ptx.select(is_there, word, ptx.i32(0)) for word in words] for is_there, words in zip(there, found)]

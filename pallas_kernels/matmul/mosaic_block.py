@@ -58,7 +58,10 @@ def emit_block(plan: Plan, refs: dict) -> None:
     at = {name: ptx.address(ref) for name, ref in refs.items()}
     thread, block = ptx.thread_index(), ptx.block_index()
     warp, lane = ptx.uniform(thread >> 5), thread & 31
-    in_shared = lambda part: at["shared"] + plan.layout.at(part)
+
+    def in_shared(part):
+        return at["shared"] + plan.layout.at(part)
+
     ring = Ring(plan.slots, in_shared("codes"), SLOT_BYTES, in_shared("arrivals"))
     sums = Ring(SUMS_SLOTS, in_shared("sums"), MATH_WARPS * plan.tile_bytes, ring.arrivals_end)
     tickets = Ring(TICKET_SLOTS, in_shared("tickets"), 4, sums.arrivals_end)
@@ -77,8 +80,11 @@ def emit_block(plan: Plan, refs: dict) -> None:
         buffer = exchange.begin(thread)
         fill_absent(plan, buffer, plan.buffer_words, block, thread, with_counter=False)
     ptx.synchronize(ptx.i32(0), warps)
+
     # The first lane of the producer warps draws tickets for all warps.
-    drawn = lambda counter=None: Tickets(plan, tickets, thread, counter) if hands_over else OwnShare(plan, block)
+    def drawn(counter=None):
+        return Tickets(plan, tickets, thread, counter) if hands_over else OwnShare(plan, block)
+
     with ptx.when(warp < MATH_WARPS):
         do_math(plan, at, drawn(), ring, sums, exchange, warp, thread)
         if exchange:
@@ -111,7 +117,10 @@ def produce(plan: Plan, at: dict, shares: OwnShare | Tickets, ring: Ring, warp, 
     earlier = [(ptx.i32(max(0, plan.slots - copies)), ptx.i32(1)) for copies in (COPIES, COPIES_AHEAD)]
     carry = (ptx.i32(0), ptx.i32(1)), *earlier
     for number in range(len(plan.stages)):
-        work = lambda share, carry, number=number: produce_stage(plan, number, at, share, ring, warp, lane, carry)
+
+        def work(share, carry, number=number):
+            return produce_stage(plan, number, at, share, ring, warp, lane, carry)
+
         carry = shares.of_stage(number, carry, work)
 
 
@@ -140,7 +149,10 @@ def produce_stage(plan: Plan, number: int, at: dict, share: Share, ring: Ring, w
                 if together > 1:  # a tile that is not the block's has no groups
                     left = ptx.select(tile < upper, left, ptx.i32(0))
                     tile = ptx.minimum(tile, upper - 1)
-                source = lambda name, output, tile=tile: weight_row(stage, number, at, name, tile, output)
+
+                def source(name, output, tile=tile):
+                    return weight_row(stage, number, at, name, tile, output)
+
                 copy_pass(stage, number_of_pass * PASS, left, source, ring.slot(slot), ring.filled(slot), warp, lane)
                 carry = tuple(ring.following(*each) for each in carry)
             return carry
@@ -227,7 +239,10 @@ def multiply(plan: Plan, number: int, share: Share, ring: Ring, sums: Ring, x: A
         """The codes, and the scales and zeros, of the warp's group."""
         start = ring.slot(slot)
         codes = [ptx.load_shared(start + codes_at + more * CODE_PITCH, STEPS) for more in (0, 8)]
-        one = lambda row: ptx.as_float((ptx.load_shared(start + parameters_at + row * PARAMETER_PITCH, 1)[0] << shift) & 0xFFFF0000)
+
+        def one(row):
+            return ptx.as_float((ptx.load_shared(start + parameters_at + row * PARAMETER_PITCH, 1)[0] << shift) & 0xFFFF0000)
+
         return codes, [(one(row), one(TILE + row)) for row in (0, 8)]
 
     def one_turn(turn, carry):
@@ -340,7 +355,10 @@ def write_output(plan: Plan, number: int, arrays: list, store: Callable, sums, w
     # The place of `totals` of this row and output, followed by that of output + 8.
     lane = (output & 7) * 4 + row % ROWS
     start = sums + ((row // ROWS) * (TILE * ROWS) + lane * 2 + (output >> 3)) * 4
-    total = lambda at: numerics.total([ptx.load_shared(at + k * plan.tile_bytes, 1, "f")[0] for k in range(MATH_WARPS)])
+
+    def total(at):
+        return numerics.total([ptx.load_shared(at + k * plan.tile_bytes, 1, "f")[0] for k in range(MATH_WARPS)])
+
     found = total(start)
     if stage.gated:
         gate, up = numerics.round_bf16(found), numerics.round_bf16(total(start + 4))

@@ -39,12 +39,6 @@ def plan_for(rows: int, groups: int, outputs: tuple[int, ...]) -> Plan:
     return Plan.fitting(rows, (Stage(groups, outputs),), multiprocessors())
 
 
-def weight_inputs(stage: int, weights: Sequence[Int4Weight]) -> dict:
-    """A stage's weights as a launch's inputs."""
-    named = lambda i, weight: {f"codes{stage}_{i}": weight.codes, f"scale{stage}_{i}": weight.scale, f"zero{stage}_{i}": weight.zero}
-    return {name: array for i, weight in enumerate(weights) for name, array in named(i, weight).items()}
-
-
 # A function of its own in the program: however many layers call it, it is lowered once.
 @functools.partial(jax.jit, static_argnums=0)
 def run(plan: Plan, x: Float[Array, "M in"], weights: Sequence[Int4Weight]) -> Float[Array, "M out"]:
@@ -52,6 +46,6 @@ def run(plan: Plan, x: Float[Array, "M in"], weights: Sequence[Int4Weight]) -> F
     from pallas_kernels.matmul import mosaic_block
 
     emit = functools.partial(mosaic_block.emit_block, plan)
-    inputs = {"x": x} | weight_inputs(0, weights)
+    inputs = {"x": x} | support.weight_inputs(weights)
     outputs = {"y": jax.ShapeDtypeStruct((plan.rows, plan.stages[0].width), x.dtype)}
     return launch("int4_matmul", emit, inputs, outputs, plan.blocks, WARPGROUPS, plan.layout.total)["y"]

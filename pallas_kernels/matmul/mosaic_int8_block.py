@@ -108,7 +108,9 @@ def multiply(plan: Plan, x, share: ClusterShare, ring: Ring, sums: Ring, warp, l
     within = warp * UNIT + t * 16
     # Rows that are not there repeat the last.
     x_at = [x + ptx.minimum(g + ROWS * i, ptx.i32(plan.rows - 1)) * plan.x_pitch for i in range(plan.row_tiles)]
-    take = lambda at, item_bytes, words: [ptx.load_shared(at + STEP_BYTES * item_bytes * step, words) for step in range(STEPS)]
+
+    def take(at, item_bytes, words):
+        return [ptx.load_shared(at + STEP_BYTES * item_bytes * step, words) for step in range(STEPS)]
 
     def one_pass(number, carry):
         slot, parity, totals = carry

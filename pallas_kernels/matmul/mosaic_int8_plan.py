@@ -50,7 +50,10 @@ class Plan:
         Clusters are the same for 1 to 8 rows, and for 9 to 16, so that a row's outputs do not depend on how many others there are.
         """
         tiles, sizes = sum(outputs) // TILE, [2**i for i in range(MAX_CLUSTER.bit_length())]
-        most = lambda size: max(1, min(tiles, clusters_at_once(size, multiprocessors)))
+
+        def most(size):
+            return max(1, min(tiles, clusters_at_once(size, multiprocessors)))
+
         plans = [cls(rows, inputs, outputs, size, most(size), float32_out) for size in sizes]
         full = math.ceil(rows / ROWS) * ROWS
         return next((plan for plan in plans if dataclasses.replace(plan, rows=full).slots >= ENOUGH_SLOTS), None)

@@ -27,7 +27,10 @@ def body(plan: Plan, x, *refs) -> None:
     block = lax.axis_index("block")
     firsts = [jnp.minimum(block * share, outputs - share) for share, outputs in zip(plan.shares, plan.outputs)]
     tiled = (plgpu.TilingTransform((TILE, 64)), plgpu.SwizzleTransform(128))  # as the tensor cores read it
-    ring = lambda *shape: plgpu.SMEM((*shape, STEP), jnp.bfloat16, transforms=tiled)
+
+    def ring(*shape):
+        return plgpu.SMEM((*shape, STEP), jnp.bfloat16, transforms=tiled)
+
     # A product takes 64 rows from the first of a slot on: those that are not there belong to the slots after it.
     x_rows = (plan.slots - 1) * plan.tiled_rows + MAX_ROWS
     arrivals = plgpu.Barrier(num_arrivals=1 + len(weights), num_barriers=plan.slots)

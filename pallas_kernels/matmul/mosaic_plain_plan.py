@@ -47,7 +47,10 @@ class Plan:
     @functools.cached_property
     def shares(self) -> tuple[int, ...]:
         """Outputs of each weight for a block. There are as few times `at_once` blocks as keep a block's outputs within `MAX_OUTPUTS`."""
-        of = lambda blocks: tuple(TILE * math.ceil(outputs / blocks / TILE) for outputs in self.outputs)
+
+        def of(blocks):
+            return tuple(TILE * math.ceil(outputs / blocks / TILE) for outputs in self.outputs)
+
         return next(shares for times in itertools.count(1) if sum(shares := of(times * self.at_once)) <= MAX_OUTPUTS)
 
     @property
@@ -69,6 +72,9 @@ class Plan:
         most that fit."""
         row_bytes = STEP * ITEM_BYTES
         slot_bytes = (self.tiled_rows + sum(self.shares)) * row_bytes
-        fitting = lambda room: (room - RESERVED_BYTES - (MAX_ROWS - self.tiled_rows) * row_bytes) // slot_bytes
+
+        def fitting(room):
+            return (room - RESERVED_BYTES - (MAX_ROWS - self.tiled_rows) * row_bytes) // slot_bytes
+
         slots = fitting(SHARED_BYTES - OTHERS_BYTES)
         return min(self.steps, slots if slots >= ENOUGH_SLOTS else fitting(SHARED_BYTES))

@@ -43,8 +43,7 @@ def run(plan: Plan, x: Float[Array, "M in"], weights: Sequence[Int4Weight]) -> F
     from pallas_kernels.matmul import mosaic_wide_block
 
     emit = functools.partial(mosaic_wide_block.emit_block, plan)
-    arrays = lambda i, weight: {f"codes{i}": weight.codes, f"scale{i}": weight.scale, f"zero{i}": weight.zero}
-    inputs = {"x": x} | {name: array for i, weight in enumerate(weights) for name, array in arrays(i, weight).items()}
+    inputs = {"x": x} | support.weight_inputs(weights)
     outputs = {"y": jax.ShapeDtypeStruct((plan.rows, plan.width), x.dtype)}
     cluster = plan.config.cluster
     return launch("int4_matmul_wide", emit, inputs, outputs, plan.blocks, plan.warps // 4, plan.layout.total, cluster=cluster)["y"]

@@ -110,7 +110,7 @@ def sources(plan: Plan, at: dict, share: ClusterShare, name: str, tile, thread) 
     """Where the first output of each run of a tile has its numbers of an array, those from the block's first step on."""
     group_bytes = CODE_BYTES if name == "codes" else 2
     within = ptx.i64(share.first) * (STEP_GROUPS * group_bytes)
-    arrays, found = [at[f"{name}{i}"] for i in range(len(plan.outputs))], []
+    arrays, found = [at[f"{name}0_{i}"] for i in range(len(plan.outputs))], []
     for first in range(0, plan.tile, plan.run):
         # What is beyond the last output repeats the last.
         array, row = row_of(arrays, plan.outputs, ptx.minimum(tile * plan.tile + first, ptx.i32(plan.width - plan.run)))
@@ -195,7 +195,10 @@ class Activations:
     def load(self, number, lot: list) -> list:
         """Starts loads of a lot of pieces of a step."""
         within, last = ptx.i64(number) * self.step_bytes, self.plan.row_tiles - 1
-        tile_at = lambda tile: self.last if tile == last else self.whole + tile * self.tile_bytes
+
+        def tile_at(tile):
+            return self.last if tile == last else self.whole + tile * self.tile_bytes
+
         return [ptx.load_global(tile_at(tile) + within + column * (COLUMN_BYTES * X_WARPS), 4) for tile, column in lot]
 
     def store(self, to, lot: list, loaded: list) -> None:

@@ -16,16 +16,24 @@ def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight]) -> F
     wide = accumulation_dtype(x.dtype)
     # Or XLA dequantizes once, before the decode loop, and keeps every weight in full precision through it.
     x, weights = lax.optimization_barrier((x, tuple(weights)))
-    product = lambda weight: jnp.matmul(x.astype(wide), dequantize_weight(weight, wide).T, precision=lax.Precision.HIGHEST)
+
+    def product(weight):
+        return jnp.matmul(x.astype(wide), dequantize_weight(weight, wide).T, precision=lax.Precision.HIGHEST)
+
     return jnp.concatenate([product(weight).astype(x.dtype) for weight in weights], axis=-1)
 
 
 def skinny_matmul(x: Float[Array, "*rows in"], weights: Sequence[Array | Int8Weight], *, dtype) -> Float[Array, "*rows out"]:
     """x @ weight.T for each weight, plain or INT8, one after the other in the last axis, in `dtype`."""
     contract = (((x.ndim - 1,), (1,)), ((), ()))
+
     # HIGHEST: a GPU would otherwise round float32 operands to tf32.
-    product = lambda weight: lax.dot_general(x, weight, contract, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)
-    coded = lambda weight: product(weight.codes.astype(x.dtype)) * weight.scale.astype(dtype)
+    def product(weight):
+        return lax.dot_general(x, weight, contract, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)
+
+    def coded(weight):
+        return product(weight.codes.astype(x.dtype)) * weight.scale.astype(dtype)
+
     return jnp.concatenate([(coded if isinstance(weight, Int8Weight) else product)(weight) for weight in weights], axis=-1)
 
 

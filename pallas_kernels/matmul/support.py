@@ -34,6 +34,11 @@ def unsupported(x: Array, weights: Sequence[Int4Weight], max_rows: int = MAX_ROW
     return None
 
 
+def weight_inputs(weights: Sequence[Int4Weight], stage: int = 0) -> dict[str, Array]:
+    """The arrays of weights as a launch's inputs: "codes0_1" are the codes of weight 1 of stage 0."""
+    return {f"{name}{stage}_{i}": getattr(weight, name) for i, weight in enumerate(weights) for name in ("codes", "scale", "zero")}
+
+
 def unsupported_skinny(
     x: Array, weights: Sequence[Array | Int8Weight], dtype: DTypeLike, *, max_rows: int, inputs: int, outputs: int
 ) -> str | None:

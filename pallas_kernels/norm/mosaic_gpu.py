@@ -35,7 +35,10 @@ def add_rms_norm(
     x: Float[Array, "*rows D"], added: Float[Array, "*rows D"] | None, weight: Float[Array, "D"], *, eps: float
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
     """See `pallas_kernels.norm.add_rms_norm`."""
-    flat = lambda a: a.reshape(-1, x.shape[-1])
+
+    def flat(a):
+        return a.reshape(-1, x.shape[-1])
+
     total, normed = run(flat(x), None if added is None else flat(added), weight, eps=eps)
     return x if added is None else total.reshape(x.shape), normed.reshape(x.shape)
 

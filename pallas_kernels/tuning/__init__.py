@@ -68,10 +68,16 @@ def store(kernel: str, problem: Mapping[str, int | None], config: Mapping[str, i
     """
     entries = _read(file)
     others = [entry for entry in entries.get(kernel, []) if entry["problem"] != dict(problem)]
-    order = lambda entry: [(name, value or 0) for name, value in entry["problem"].items()]
+
+    def order(entry):
+        return [(name, value or 0) for name, value in entry["problem"].items()]
+
     entries[kernel] = sorted([*others, {"problem": dict(problem), "config": dict(config)}], key=order)
+
     # A line for each entry.
-    lines = lambda rows: ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    def lines(rows):
+        return ",\n".join(f"  {json.dumps(row)}" for row in rows)
+
     text = "{\n" + ",\n".join(f" {json.dumps(name)}: [\n{lines(rows)}\n ]" for name, rows in sorted(entries.items())) + "\n}\n"
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         new = Path(folder) / file.name

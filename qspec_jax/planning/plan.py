@@ -120,7 +120,10 @@ def intensity(config: LlamaConfig, device: Device, context: int, batch: int) -> 
     step = pass_work(own_step(config, row), row.group_size, batch=batch, tokens=1)
     prompt = prefill_work(config, batch=batch, tokens=context)
     seconds = [max(work.bytes / device.read_bytes_per_s, work.flops / device.flops_per_s) for work in (step.linear, step.attention)]
-    of = lambda work: (work.linear.intensity, work.attention.intensity, work.total.intensity)
+
+    def of(work):
+        return (work.linear.intensity, work.attention.intensity, work.total.intensity)
+
     return Intensity(context, batch, *of(prompt), *of(step), attention_share=seconds[1] / sum(seconds))
 
 
@@ -136,7 +139,10 @@ def _compared(rows: Sequence[PlannedRow]) -> list[PlannedRow]:
     if not baselines:
         return list(rows)
     baseline = min(baselines, key=lambda row: row.ms_per_token)
-    speedup = lambda row: None if row.ms_per_token is None else baseline.ms_per_token / row.ms_per_token
+
+    def speedup(row):
+        return None if row.ms_per_token is None else baseline.ms_per_token / row.ms_per_token
+
     return [dataclasses.replace(row, speedup=speedup(row), baseline=baseline.cache) for row in rows]
 
 

@@ -235,7 +235,8 @@ class Planner:
             padded = dict(context=bucket(context), new_tokens=bucket(self.max_new_tokens))  # as the engine allocates
             return memory_of(self.config, cache, drafts, batch=batch, **padded, gamma=gamma)
 
-        possible = lambda context: context + self.max_new_tokens <= positions
+        def possible(context):
+            return context + self.max_new_tokens <= positions
 
         max_rows = largest(lambda batch: memory(most, batch, context).total <= room)
         longest = largest(lambda context: possible(context) and memory(most, batch, context).total <= room)

@@ -108,7 +108,10 @@ def best_gammas(report: PlanReport) -> list[PlannedRow]:
     """The rows with the gamma that is fastest of those that fit, or of all where none does: one for each way of decoding at each context
     and batch."""
     found: dict[tuple, PlannedRow] = {}
-    rank = lambda row: (row.status != Status.PLANNED, row.ms_per_token or 0)
+
+    def rank(row):
+        return (row.status != Status.PLANNED, row.ms_per_token or 0)
+
     for row in report.rows:
         key = row.context, row.batch, row.draft, row.cache
         if key not in found or rank(row) < rank(found[key]):
@@ -125,7 +128,10 @@ def plot(report: PlanReport, path: Path) -> None:
 
     contexts = sorted({sizes.context for sizes in report.sizes})
     batches = sorted({sizes.batch for sizes in report.sizes})
-    several = lambda batch: f", batch {batch}" if len(batches) > 1 else ""
+
+    def several(batch):
+        return f", batch {batch}" if len(batches) > 1 else ""
+
     figure = Figure(figsize=(15, 4.5), layout="constrained")
     speed, memory, intensity = figure.subplots(1, 3)
     lines = defaultdict(list)

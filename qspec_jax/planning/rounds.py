@@ -64,8 +64,13 @@ def expected_rounds(schedule: Schedule, gamma: int, *drafts: Asked, batch: int =
     # In a round without a proposal nothing is accepted, and nothing is rejected.
     used = [(float(chance * each.proposing), each.acceptance) for chance, each in zip(turn, drafts)]
     proposing, last = float(1 - turn[-1]), float(turn[max(0, len(drafts) - 1)])
-    emitted = lambda most: _emitted(most, used)
-    passes = lambda reached: tuple(float(1 - (1 - last * share) ** batch) for share in reached)
+
+    def emitted(most):
+        return _emitted(most, used)
+
+    def passes(reached):
+        return tuple(float(1 - (1 - last * share) ** batch) for share in reached)
+
     if schedule.flush_size is None:
         chances = emitted(gamma)
         tokens = float(chances @ np.arange(1, gamma + 2))

@@ -113,5 +113,8 @@ def outlined_draft(draft: Draft) -> OutlinedDraft:
     """A draft that is made, of an outline or of a model with weights, which is not made of others."""
     if not isinstance(draft, ModelDraft):
         return OutlinedDraft(draft)
-    int4_layer = lambda block: isinstance(block.down_proj.weight.get_value(), Int4Weight)
+
+    def int4_layer(block):
+        return isinstance(block.down_proj.weight.get_value(), Int4Weight)
+
     return OutlinedDraft(draft, tuple(4 if int4_layer(block) else 16 for block in draft.step.model.layers))

@@ -120,7 +120,10 @@ class Cost:
 
     def seconds(self, device: Device, efficiencies: Efficiencies = FITTED) -> float:
         """The time on a device."""
-        scale = lambda name: slowness(device) if name in ARITHMETIC else 1.0
+
+        def scale(name):
+            return slowness(device) if name in ARITHMETIC else 1.0
+
         return self.floor + sum(count * scale(name) * getattr(efficiencies, name) for name, count in self.counts.items())
 
 

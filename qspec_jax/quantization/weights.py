@@ -73,7 +73,9 @@ def _fit(groups: Float[Array, "out *C G"], importance: Float[Array, "*C G"], dty
     # Whatever the size of weights and moments, no square leaves the range of float32.
     importance = importance / importance.sum(-1, keepdims=True)
     unit = jnp.maximum(half, jnp.finfo(groups.dtype).tiny)
-    mean = lambda x: (importance * x).sum(-1, keepdims=True)
+
+    def mean(x):
+        return (importance * x).sum(-1, keepdims=True)
 
     def keep_better(best, scale, zero):
         # Scales and zeros are judged as stored.
@@ -141,7 +143,10 @@ def quantize_linears(model: Llama) -> Llama:
     """The model with INT4 linear layers; embedding, head, norms and biases are the same arrays, not copies."""
     weights = model.weights()
     mesh = mesh_of(weights)
-    quantize = lambda path, weight: divided_over(mesh, _in_groups_of(group_size_over(mesh, path, weight)))(weight)
+
+    def quantize(path, weight):
+        return divided_over(mesh, _in_groups_of(group_size_over(mesh, path, weight)))(weight)
+
     return model.with_weights({path: quantize(path, weight) if is_linear(path) else weight for path, weight in weights.items()})
 
 
