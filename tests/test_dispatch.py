@@ -1,6 +1,7 @@
 """Which implementation of a kernel runs on which device, and why another does not."""
 
 import dataclasses
+import importlib
 import logging
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from pallas_kernels.attention.arguments import AttentionArguments
 from pallas_kernels.flush import flush
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
 from pallas_kernels.formats.views import UPPER_PLANE, ChosenTokens, DenseView, LargestMass, ListedGroups
+from pallas_kernels.matmul import support as matmul_support
 
 LISTED = ListedGroups(jnp.zeros((2, 2, 1), jnp.int32), jnp.zeros((2, 2), jnp.int32))
 CASE = Case(1, 4, 2, 64, group_size=64, capacity=3, groups=(0, 2))
@@ -83,6 +85,15 @@ def test_a_cpu_runs_the_reference(arguments):
         attention.decode_attention(*arguments, view=DenseView(1), implementation="cuda")
     with pytest.raises(NotImplementedError, match="attention: mosaic_gpu needs"):
         attention.decode_attention(*arguments, view=DenseView(1), implementation="mosaic_gpu")
+
+
+def test_no_kernel_is_a_candidate_for_more_rows_than_it_supports():
+    for kernel in dispatch.KERNELS:
+        module = importlib.import_module(f"pallas_kernels.{kernel.operation}.{kernel.module_name}")
+        limit = getattr(module, "MAX_ROWS", matmul_support.MAX_ROWS) if kernel.operation == "matmul" else None
+        assert callable(module.unsupported) and (kernel.max_rows is None) == (limit is None)
+        assert limit is None or 1 <= kernel.min_rows <= kernel.max_rows <= limit
+    assert dispatch.implementations("matmul", "int4") == ("mosaic_gpu", "triton")
 
 
 def test_an_older_jax_is_told(monkeypatch, arguments):

@@ -14,13 +14,14 @@ def gather_tokens(
     *,
     implementation: Implementation = "auto",
 ) -> Float[Array, "B K n 2 H"]:
-    """The tokens at these positions of each KV head, each its key and its value, on the device. A position beyond either end reads
-    the token at that end.
+    """The tokens at these positions of each KV head, each its key and its value, on the device.
 
-    store: of each token its key, then its value, in host or device memory. fetched: tokens of the same store that are on the device
-    already. The GPU kernel, which is for a store in host memory, copies these from there if they are at most 128 of each KV head; the
-    reference reads all tokens from the store. Raises NotImplementedError where the implementation asked for does not support the device or
-    the shapes.
+    Args:
+        store: of each token its key, then its value, in host or device memory.
+        positions: of the tokens; a position beyond either end reads the token at that end.
+        fetched: tokens of the same store that are on the device already. The GPU kernel, which is for a store in host memory, copies these
+            from there if they are at most 128 of each KV head; the reference reads all tokens from the store.
+        implementation: see `dispatch.choose`, also for what it raises.
     """
     module = choose("gather", implementation, store, positions, fetched, slow_reference=False)
     return module.gather_tokens(store, positions, fetched)

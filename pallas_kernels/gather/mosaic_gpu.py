@@ -39,9 +39,16 @@ MAX_FETCHED = 128
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the kernel does, by shapes and the device alone. blocks: of the launch. positions: how many in all, B K n. n: positions of each
-    KV head of a row. size: tokens that a KV head has in the store. token_bytes: of a key and a value. fetched: tokens of a KV head that are
-    on the device already."""
+    """What the kernel does, by shapes and the device alone.
+
+    Attributes:
+        blocks: of the launch.
+        positions: all positions, B K n.
+        n: positions of each KV head of a row.
+        size: tokens that a KV head has in the store.
+        token_bytes: bytes of a key and a value.
+        fetched: tokens of a KV head that are on the device already.
+    """
 
     blocks: int
     positions: int

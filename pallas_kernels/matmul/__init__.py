@@ -24,11 +24,16 @@ def linear(
 ) -> Float[Array, "*rows out"]:
     """The outputs x @ weight.T + bias of linear layers with the same input, one after the other in the last axis.
 
-    weights: [out, in] in any format; where all are INT4, or the rows few, they may share a launch. biases: one for each weight, or none
-    at all. dtype: of the result, x's by default; outputs of INT4 weights are rounded to x's dtype before. summed_over: the axis of a mesh
-    over whose devices the inputs are divided, within `jax.shard_map`: what each device makes of its own is added up before the biases.
-    None: they are not divided.
-    Raises ValueError where there are biases for some of the weights only.
+    Args:
+        x: the inputs.
+        weights: [out, in] in any format; where all are INT4, or the rows few, they may share a launch.
+        biases: one for each weight, or none at all.
+        dtype: of the result, x's by default; outputs of INT4 weights are rounded to x's dtype before.
+        summed_over: the axis of a mesh over whose devices the inputs are divided, within `jax.shard_map`: the devices' products are added
+            up before the biases. None: they are not divided.
+
+    Raises:
+        ValueError: there are biases for some of the weights only.
     """
     if biases and len(biases) != len(weights):
         raise ValueError(f"linear: {len(biases)} biases for {len(weights)} weights, should be as many or none")
@@ -43,8 +48,13 @@ def gated_linear(
 ) -> Float[Array, "*rows out"]:
     """silu(x @ gate.T) * (x @ up.T), in x's dtype: the first half of an MLP. Both products are rounded to that dtype before.
 
-    gate, up: [out, in] in any format. biases: of both, added to the products, or none at all.
-    Raises ValueError where the weights have not as many outputs, or where there is only one bias.
+    Args:
+        x: the inputs.
+        gate, up: weights [out, in] in any format.
+        biases: of both, added to the products, or none at all.
+
+    Raises:
+        ValueError: the weights differ in their number of outputs, or there is only one bias.
     """
     if gate.shape[0] != up.shape[0]:
         raise ValueError(f"gated_linear: {gate.shape[0]} outputs of gate and {up.shape[0]} of up, should be as many")

@@ -25,8 +25,16 @@ OTHERS_BYTES = 20 * 1024
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One launch. outputs: of each weight. at_once: blocks that run at the same time. gated: whether there are two weights, of whose
-    outputs only silu(first) * second is written. float32_out: whether that is in float32, not bfloat16."""
+    """One launch.
+
+    Attributes:
+        rows: of activations.
+        inputs: of each weight.
+        outputs: the number of each weight's outputs.
+        at_once: blocks that run at the same time.
+        float32_out: whether the outputs are float32, not bfloat16.
+        gated: whether there are two weights, of whose outputs only silu(first) * second is written.
+    """
 
     rows: int
     inputs: int

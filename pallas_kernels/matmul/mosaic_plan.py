@@ -33,11 +33,14 @@ MAX_TOGETHER = 3  # tiles that a block takes: with more, their sums leave the re
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A matmul. groups: groups of inputs. outputs: the number of each weight's outputs.
+    """A matmul.
 
-    normed: whether its inputs are the norm of the residual stream plus what the stage before gave. gated: whether what the first weight
-    gives goes through silu and multiplies what the second gives. partial: whether its outputs are partial
-    sums, which are added up over the devices within the launch.
+    Attributes:
+        groups: groups of inputs.
+        outputs: the number of each weight's outputs.
+        normed: whether its inputs are the norm of the sum of the residual stream and the outputs of the stage before.
+        gated: whether the first weight's outputs go through silu and multiply the second's.
+        partial: whether its outputs are partial sums, which are added up over the devices within the launch.
     """
 
     groups: int
@@ -66,13 +69,18 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The stages of one launch, and where everything lies in shared memory.
-
-    room: passes whose activations there is place for in a block. eps: the norms' epsilon. num_devices: how many devices run this launch at
-    the same time and add up partial sums.
+    """The stages of one launch, and the parts of a block's shared memory.
 
     A stage whose activations all have their place is resident: a block takes its tiles one after the other, each over all inputs. In any
-    other stage a block takes as many tiles together as it may, all of them over the inputs of some passes, then over those of the next.
+    other stage a block takes several tiles together, all of them over the inputs of some passes, then over those of the next.
+
+    Attributes:
+        rows: of activations.
+        stages: in the order in which they run.
+        blocks: of the launch.
+        room: passes whose activations fit in a block.
+        eps: the norms' epsilon.
+        num_devices: devices that run this launch at the same time and add up partial sums.
     """
 
     rows: int

@@ -39,10 +39,17 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One launch. groups: groups of inputs. outputs: the number of each weight's outputs.
+    """One launch.
 
     Alone, a block takes tiles one after the other, each over all inputs. The blocks of a cluster take one tile, each over some of its
     inputs, and add their sums.
+
+    Attributes:
+        rows: of activations.
+        groups: groups of inputs.
+        outputs: the number of each weight's outputs.
+        multiprocessors: of the device.
+        config: how the work is divided.
     """
 
     rows: int

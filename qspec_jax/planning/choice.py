@@ -27,7 +27,13 @@ UNKNOWN = (USUAL, 4)  # draft and gamma where no stored cost holds
 
 @dataclasses.dataclass(frozen=True)
 class DraftChoice:
-    """What `auto` comes to: the text of a draft, its gamma, and a sentence that says why."""
+    """What `auto` chose.
+
+    Attributes:
+        draft: the text of a draft.
+        gamma: drafts of a round.
+        reason: a sentence that says why.
+    """
 
     draft: str
     gamma: int
@@ -36,8 +42,15 @@ class DraftChoice:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """Where a decode runs, which is no setting of a draft: a model's shape and dtype (its name), the target's cache, and what JAX calls the
-    kind of device. lacking: pairs of kernels (see `Device.kernels`) that cannot run there, and why, such as that they need a newer jax."""
+    """Where a decode runs, which is no setting of a draft.
+
+    Attributes:
+        model: its shape.
+        dtype: the name of its dtype.
+        cache: the target's.
+        device_kind: what JAX calls the kind of device.
+        lacking: pairs of kernels (see `Device.kernels`) that cannot run there, and why, such as that they need a newer jax.
+    """
 
     model: LlamaConfig
     dtype: str
@@ -65,12 +78,16 @@ class Setting:
 
 
 def choose(setting: Setting, *, context: int | None, batch: int, gamma: int | None = None) -> DraftChoice:
-    """The draft, and the number of drafts of a round, with which a token takes least: `CANDIDATES`, or none, over the cache of the setting,
-    which is not chosen. On a CPU it is what `qspec_jax.planning.cpu` has measured.
+    """The draft, and the number of drafts of a round, with which a token takes least time: `CANDIDATES`, or none, over the setting's cache.
 
-    context: tokens of the longest row, its new ones among them; None where it is not known. batch: rows at a time. gamma: None chooses it
-    too. Acceptance is what `qspec plan` assumes. Memory is not looked at. Where no stored cost holds it is `UNKNOWN`, with gamma where that
-    is given.
+    On a CPU it is what `qspec_jax.planning.cpu` has measured. Acceptance is what `qspec plan` assumes. Memory is not considered. Where no
+    stored cost holds it is `UNKNOWN`, with gamma where that is given.
+
+    Args:
+        setting: where the decode runs.
+        context: tokens of the longest row, its new ones among them; None where it is not known.
+        batch: rows at a time.
+        gamma: drafts of a round; None chooses it too.
     """
     if gamma == 0:
         return DraftChoice(NONE, 0, f"draft {AUTO}: none, since a round is to have no drafts")

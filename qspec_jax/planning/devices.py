@@ -22,10 +22,16 @@ MOST = 1e9  # of any field: what is larger is a mistake in its unit
 class Device:
     """A device.
 
-    bandwidth_gb_per_s: of its memory, at its peak. memory_gb: gigabytes of 10^9 bytes. bf16_tflops: the dense peak of the tensor cores.
-    multiprocessors, clock_ghz: how fast kernels do all that tensor cores do not, such as unpacking codes. read_gb_per_s: the bandwidth that
-    reading reaches; 0 where it was not measured. kernels: which run there, "mosaic_gpu" (Hopper) or "triton". shared_memory: whether the
-    processor's memory is the same. kind: what JAX calls the device, by which tuned configurations are found.
+    Attributes:
+        name: as people call it.
+        bandwidth_gb_per_s: of its memory, at its peak.
+        memory_gb: gigabytes of 10^9 bytes.
+        bf16_tflops: the dense peak of the tensor cores.
+        multiprocessors, clock_ghz: how fast kernels do all that tensor cores do not, such as unpacking codes.
+        read_gb_per_s: the bandwidth that reading reaches; 0 where it was not measured.
+        kernels: those that run there, "mosaic_gpu" (Hopper) or "triton".
+        shared_memory: whether the processor's memory is the same.
+        kind: what JAX calls the device, by which tuned configurations are found.
     """
 
     name: str

@@ -37,13 +37,21 @@ def plan(
 ) -> PlanReport:
     """Plans every draft with each gamma, at each context and batch, in bfloat16.
 
-    drafts: texts as --draft takes them; all of the registry with their default settings, if none are given. acceptances: the conditional
-    acceptance of a draft by its text or its name, of all others by "". proposing: likewise the share of rounds in which a draft that may
-    have no proposal has one.
+    Args:
+        name: of the model, for the report.
+        config: the model's shape.
+        device: to plan for.
+        contexts, batches: tokens of each prompt, and numbers of prompts.
+        drafts: texts as --draft takes them; all of the registry with their default settings, if none are given.
+        acceptances: the conditional acceptance of a draft by its text or its name, of all others by "".
+        proposing: likewise the share of rounds in which a draft that may have no proposal has one.
+        gammas: drafts of a round.
+        max_new_tokens: tokens that are decoded after each prompt.
 
-    Raises InputError for a context that is too long for the model, for a draft in `drafts` that is unknown or does not fit the model or the
-    context, and for one in `proposing` that never lacks a proposal. Where `drafts` is empty, a draft of the registry that does not fit the
-    model is listed with the reason instead.
+    Raises:
+        InputError: a context is too long for the model; a draft in `drafts` is unknown or does not fit the model or the context; a draft in
+            `proposing` never lacks a proposal. Where `drafts` is empty, a draft of the registry that does not fit the model is listed with
+            the reason instead.
     """
     texts = [text for text in dict.fromkeys(drafts or registry.DRAFTS) if text != registry.NONE]
     for context in contexts:

@@ -26,10 +26,17 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True)
 class Rounds:
-    """Means over the rounds of a long decode. tokens: emitted by a row. drafted: proposed for a row. proposing, rejected: the chance that
-    a row's round has a proposal, and that verification rejects one of its tokens. asked: the chance that a round asks the last draft.
-    passes[k]: the chance that the batch takes the pass for token k of the last draft, because some row asks it and may use k + 1 tokens.
-    flushes: the chance that some row of the batch flushes."""
+    """Means over the rounds of a long decode.
+
+    Attributes:
+        tokens: emitted by a row.
+        drafted: proposed for a row.
+        proposing, rejected: the chance that a row's round has a proposal, and that verification rejects one of its tokens.
+        asked: the chance that a round asks the last draft.
+        passes: the chance, for each token k of the last draft, that the batch takes its pass, because some row asks it and may use k + 1
+            tokens.
+        flushes: the chance that some row of the batch flushes.
+    """
 
     tokens: float
     drafted: float

@@ -36,8 +36,14 @@ class LayerReads(Reads):
 
 @dataclasses.dataclass(frozen=True)
 class StepReads:
-    """What one step, one token in each row, reads. config: of the model that makes the step. head_bits: 16 for the model's own head, 8 for
-    INT8. kernels_measured: whether GPU kernels that read so were measured, where there are any (for `listed` layers on Hopper alone)."""
+    """What one step, one token in each row, reads.
+
+    Attributes:
+        config: of the model that makes the step.
+        layers: what it reads of each layer.
+        head_bits: 16 for the model's own head, 8 for INT8.
+        kernels_measured: whether GPU kernels that read so were measured, where there are any (for `listed` layers on Hopper alone).
+    """
 
     config: LlamaConfig
     layers: tuple[LayerReads, ...]
