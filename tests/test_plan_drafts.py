@@ -350,15 +350,15 @@ def times(row: PlannedRow) -> tuple:
 @pytest.mark.parametrize(
     ("text", "alone", "said"),
     [
-        ("combine:quantspec+prompt-lookup", "quantspec", "what quantspec alone would: prompt-lookup behind that is never asked"),
-        ("combine:sparse+(prompt-lookup:shortest=2)", "sparse", "what sparse alone would: prompt-lookup:shortest=2 behind that"),
-        ("combine:prompt-lookup+quantspec", "prompt-lookup", "what prompt-lookup alone would: quantspec behind that is never asked"),
+        ("combine:quantspec+prompt-lookup", "quantspec", "what quantspec alone would: prompt-lookup after that is never asked"),
+        ("combine:sparse+(prompt-lookup:shortest=2)", "sparse", "what sparse alone would: prompt-lookup:shortest=2 after that"),
+        ("combine:prompt-lookup+quantspec", "prompt-lookup", "what prompt-lookup alone would: quantspec after that is never asked"),
         (
             "combine:(combine:prompt-lookup+prompt-lookup:longest=4)+h2o",
             "prompt-lookup",
-            "alone would: prompt-lookup:longest=4 and h2o behind",
+            "alone would: prompt-lookup:longest=4 and h2o after",
         ),
-        ("combine:(combine:quantspec+sparse)+snapkv", "quantspec", "what quantspec alone would: sparse and snapkv behind that"),
+        ("combine:(combine:quantspec+sparse)+snapkv", "quantspec", "what quantspec alone would: sparse and snapkv after that"),
     ],
 )
 def test_a_draft_that_has_all_tokens_leaves_nothing_to_others(text, alone, said):
