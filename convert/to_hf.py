@@ -99,6 +99,6 @@ def _write_shard(source: Path, file: Path, tensors: dict[str, list[tuple[str, Pl
         out.write(len(text).to_bytes(8, "little") + text)
         for path, weight in converted.restored(source, TARGET, {path: jax.ShapeDtypeStruct(place.shape, kind) for path, place in in_order}):
             if converted.digest(weight) != written.get(path):
-                raise InputError(f"{source}: {path} of it is not as it was written; copy it again, or convert again")
+                raise InputError(f"{source}: {path} of it is not what was written; copy it again, or convert again")
             out.write(np.ascontiguousarray(weight).reshape(-1).view(np.uint8))
             bar.update(weight.nbytes)
