@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 PYTEST := python -m pytest -q -n 2 --dist worksteal
 
-.PHONY: demo test test-all test-rest test-system test-newest package docs lint clean
+.PHONY: demo test test-all test-rest test-system test-shapes test-newest package docs lint clean
 
 demo: .venv/installed  ## The embedded model continues a real source file.
 	$(BIN)/qspec demo
@@ -14,14 +14,17 @@ test: lint  ## The library and its commands: under 10 minutes on 2 cores, less t
 
 test-all: test test-rest  ## Everything; .ci/run does the same.
 
-test-rest: test-system docs package test-newest
+test-rest: test-system test-shapes docs package test-newest
 
 test-system: .venv/installed-test  ## Ray, several processes and devices, conversions that are killed, notebooks.
 	$(BIN)/$(PYTEST) -m system --durations=10
 
+test-shapes: .venv/installed-test  ## Arrays have the shapes and dtypes that signatures say, in a few files of tests.
+	PYTHONPATH=tests $(BIN)/python -m pytest -q -p checked_shapes $(addsuffix .py,$(addprefix tests/test_,attention dispatch flush views weights decode))
+
 # What depends most on JAX, with the newest that Python 3.12 finds; the rest runs with the oldest, on Python 3.11.
 NEWEST_TESTS := $(addsuffix .py,$(addprefix tests/test_,attention batch checkpoint convert decode dispatch exactness flush flush_gpu jsonl launch \
-	matmul_gpu model pages processors sampling simulated_fused_layer simulated_kernels skinny_matmul_gpu skipping weights))
+	matmul_gpu model pages processors sampling simulated_fused_layer simulated_kernels simulated_low_bits simulated_matmul skinny_matmul_gpu skipping weights))
 
 test-newest: .venv-newest/installed  ## make test-newest NEWEST=python3.12
 	.venv-newest/bin/$(PYTEST) $(NEWEST_TESTS)

@@ -32,6 +32,13 @@ def pytest_configure(config):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Without a GPU, modules of which every test needs one are left out, unless the command names them: they are a fifth of all cases."""
+    if collection_path.name.endswith("_gpu.py") and jax.default_backend() != "gpu":
+        return "pytestmark = [pytest.mark.gpu, needs_gpu]" in collection_path.read_text() or None
+    return None
+
+
 def pytest_collection_modifyitems(items):
     """The longest tests come first: else one of two workers would be left alone with them at the end."""
     items.sort(key=lambda item: item.name != "test_with_simulated_devices")

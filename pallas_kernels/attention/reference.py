@@ -244,7 +244,7 @@ def covered(q: Float[Array, "B T N H"], layer: HierarchicalLayer, lengths: Lengt
     if isinstance(choice, HeldKeys):
         own = lengths.buffered[:, None] - T + jnp.arange(T)  # this round's tokens, of which a draft has those before its query
         keys = jnp.take_along_axis(layer.buffer.keys, own[:, None, :, None], 2)
-        before = jnp.repeat(jnp.tri(T, dtype=bool), rows.shape[2] // T, axis=0)
+        before = jnp.repeat(jnp.tri(T, dtype=bool), rows.shape[2] // T, axis=0)[None, None]
         held = jnp.arange(choice.keys.shape[2]) < choice.count[:, None, None, None]
         logits = [_logits(rows, choice.keys.astype(keys.dtype), held), _logits(rows, keys, before)]
         left_out = 1 - jnp.exp(jax.nn.logsumexp(jnp.concatenate(logits, -1), -1) - everything)
