@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_problems import Case, random_lists, random_problem
 from gpus import gpu, skip_or_fail
-from test_rope_append_gpu import problem as random_projections
+from problems.attention import Case, random_lists, random_problem
+from problems.rope_append import random_projections
 
 from pallas_kernels import attention
 from pallas_kernels.append_attend import append_and_attend, mosaic_gpu

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_problems import Case, random_problem, with_garbage
 from jax.extend.core import jaxprs_in_params
+from problems.attention import Case, random_problem, with_garbage
 
 from pallas_kernels.attention import decode_attention, reference
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, Planes

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_problems import Case, all_listed, random_lists, random_problem, with_garbage, with_others_spoilt
 from gpus import needs_gpu, skip_or_fail
 from paging import in_pages
+from problems.attention import Case, all_listed, random_lists, random_problem, with_garbage, with_others_spoilt
 
 from pallas_kernels import dispatch
 from pallas_kernels.attention import decode_attention, reference

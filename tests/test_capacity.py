@@ -7,8 +7,8 @@ import re
 import jax
 import numpy as np
 import pytest
+from problems.batch import outcome, some_requests
 from runs import with_draft
-from test_batch import outcome, some_requests
 
 from qspec_jax import drafts
 from qspec_jax.checkpoints.loading import load_model

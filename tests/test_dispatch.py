@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
-from attention_problems import Case, random_problem
+from problems.attention import Case, random_problem
 
 from pallas_kernels import attention, dispatch
 from pallas_kernels.attention import mosaic_gpu, support, triton

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flushes import DUE, GROUPS, SPARE, B, C, K, bits, check, filled_layer, lengths_of, quantize_jit
+from problems.flush import DUE, GROUPS, SPARE, B, C, K, bits, check, filled_layer, lengths_of, quantize_jit
 
 from pallas_kernels.flush import flush
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, dequantize_groups

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flushes import DUE, B, K, bits, check, filled_layer, lengths_of
 from gpus import gpu
 from jax import lax
 from paging import in_pages, of_nobody, out_of_pages
+from problems.flush import DUE, B, K, bits, check, filled_layer, lengths_of
 
 from pallas_kernels import dispatch
 from pallas_kernels.flush import flush, mosaic_gpu

@@ -13,19 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpus import gpu, skip_or_fail
-from matmul_problems import random_weight
+from problems.fused_layer import EPS, arguments, exact, random_layer
+from problems.matmul import random_weight
 
 from pallas_kernels import dispatch
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, dequantize_weight
 from pallas_kernels.fused_layer import between_attentions, mosaic_gpu
-from pallas_kernels.fused_layer.arguments import LayerArguments
 from pallas_kernels.gpu import exchange, ptx
 from pallas_kernels.matmul import linear, mosaic_plan
 from pallas_kernels.norm import add_rms_norm
 
-EPS = 1e-5
-# Those of what `problem` returns.
-arguments = functools.partial(LayerArguments, handoff=None, eps=EPS, biases={}, axis=None)
 fused = functools.partial(between_attentions, eps=EPS, implementation="mosaic_gpu")
 run = jax.jit(lambda *args: fused(*args)[:2])
 
@@ -43,38 +40,6 @@ SHAPES = {
 }
 
 
-def problem(width: int, heads: int, hidden: int, outputs: tuple[int, ...], rows: int, outliers: bool = False) -> list:
-    r = np.random.default_rng([width, hidden, rows])
-
-    def activations(channels: int) -> jax.Array:
-        x = r.standard_normal((rows, channels))
-        return jnp.asarray(x * np.where(np.arange(channels) % 97 == 3, 100, 1) if outliers else x, jnp.bfloat16)
-
-    def weight(out: int, inputs: int, seed: int):
-        found = random_weight(out, inputs, seed)
-        return dataclasses.replace(found, scale=found.scale * inputs**-0.5, zero=found.zero * inputs**-0.5)
-
-    norm = lambda: jnp.asarray(r.uniform(0.5, 1.5, width), jnp.bfloat16)
-    following = [weight(out, width, 4 + i) for i, out in enumerate(outputs)]
-    o, gate, up, down = weight(width, heads, 0), weight(hidden, width, 1), weight(hidden, width, 2), weight(width, hidden, 3)
-    return [activations(width), activations(heads), o, norm(), gate, up, down, norm() if outputs else None, following]
-
-
-@jax.jit
-def exact(x, attended, o, norm, gate, up, down, following_norm, following) -> tuple[jax.Array, jax.Array]:
-    """In float32, with the weights as they are."""
-    wide = lambda a: a.astype(jnp.float32)
-    times = lambda x, weight: jnp.matmul(x, dequantize_weight(weight, jnp.float32).T, precision="highest")
-    normed = lambda x, weight: wide(weight) * x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + EPS)
-    x = wide(x) + times(wide(attended), o)
-    h = normed(x, norm)
-    y = times(jax.nn.silu(times(h, gate)) * times(h, up), down)
-    if following_norm is None:
-        return x, y
-    h = normed(x + y, following_norm)
-    return x + y, jnp.concatenate([times(h, weight) for weight in following], -1)
-
-
 def relative_error(a: jax.Array, b: jax.Array) -> float:
     return float(jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.linalg.norm(b))
 
@@ -84,7 +49,7 @@ def relative_error(a: jax.Array, b: jax.Array) -> float:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_equals_float32_and_the_same_bits_twice(shape, rows):
     for outliers in (False, True):
-        args = problem(*shape, rows, outliers)
+        args = random_layer(*shape, rows, outliers)
         reason = mosaic_gpu.unsupported(arguments(*args))
         if rows > SHAPES[shape]:
             assert "no place" in reason
@@ -101,8 +66,8 @@ def test_equals_float32_and_the_same_bits_twice(shape, rows):
 
 
 def problem_here(*args) -> list:
-    """`problem`; skips the test where this machine cannot run the kernel."""
-    found = problem(*args)
+    """`random_layer`; skips the test where this machine cannot run the kernel."""
+    found = random_layer(*args)
     skip_or_fail("mosaic_gpu", mosaic_gpu.unsupported(arguments(*found)))
     return found
 
@@ -124,7 +89,7 @@ def test_what_is_not_finite_stays_in_its_row():
 def test_many_in_a_row_wait_for_each_number():
     # A block that went on too early would take what is not there for a number.
     x, _, *first = problem_here(2048, 2048, 5632, (2048,), 1)
-    _, _, *second = problem(2048, 2048, 5632, (2048,), 2)
+    _, _, *second = random_layer(2048, 2048, 5632, (2048,), 2)
 
     @functools.partial(jax.jit, static_argnames=("times", "call"))
     def loop(x, layers, times=100, call=fused):
@@ -213,7 +178,7 @@ def in_a_process(function: str, *flags: str) -> subprocess.CompletedProcess:
 
 def interleave() -> None:
     """Two models' steps in one program: chains of layers that do not depend on each other."""
-    chains = [[problem(2048, 2048, 5632, (2048,), 1)[2:] for _ in range(12)] for _ in range(2)]
+    chains = [[random_layer(2048, 2048, 5632, (2048,), 1)[2:] for _ in range(12)] for _ in range(2)]
     starts = [jnp.full((1, 2048), 1 + i, jnp.bfloat16) for i in range(2)]
 
     def steps(starts):
@@ -245,7 +210,7 @@ def test_two_models_in_one_program_do_not_wait_for_each_other(mode):
 
 def wait_in_vain() -> None:
     """As if the blocks with the shares of the first stage had died: their tickets are drawn already."""
-    args = problem(256, 512, 768, (512, 256, 256), 1)
+    args = random_layer(256, 512, 768, (512, 256, 256), 1)
     plan = plan_of(args)
     jax.block_until_ready(launched(args, plan, mosaic_gpu.empty_handoff(plan).at[0].set(plan.blocks)))
 
@@ -302,7 +267,7 @@ def test_plans_fit(shape, rows):
 )
 def test_takes_no_other_arguments(monkeypatch, change, reason):
     monkeypatch.setattr(mosaic_gpu, "no_mosaic_gpu", lambda: None)
-    args = problem(256, 256, 256, (512,), 1)
+    args = random_layer(256, 256, 256, (512,), 1)
     assert mosaic_gpu.unsupported(arguments(*args)) is None
     for place, value in change.items():
         args[place] = value
@@ -311,7 +276,7 @@ def test_takes_no_other_arguments(monkeypatch, change, reason):
 
 def test_which_devices_it_adds_up_over(monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "no_mosaic_gpu", lambda: None)
-    args, reached = problem(256, 256, 256, (512,), 1), {(0, 1), (1, 0), (0, 2), (2, 0), (1, 2)}
+    args, reached = random_layer(256, 256, 256, (512,), 1), {(0, 1), (1, 0), (0, 2), (2, 0), (1, 2)}
     device = lambda number, process=0: SimpleNamespace(local_hardware_id=number, process_index=process, platform="gpu")
     one, two, three, elsewhere = device(0), device(1), device(2), device(0, process=1)
     monkeypatch.setattr(mosaic_gpu, "multiprocessors", lambda: 132)
@@ -332,7 +297,7 @@ def test_which_devices_it_adds_up_over(monkeypatch):
 
 @pytest.mark.parametrize("missing", [7, 8])
 def test_weights_that_follow_have_a_norm(missing):
-    args = problem(256, 256, 256, (512,), 1)
+    args = random_layer(256, 256, 256, (512,), 1)
     args[missing] = None if missing == 7 else []
     with pytest.raises(ValueError, match="given together"):
         between_attentions(*args, eps=EPS)
@@ -340,7 +305,7 @@ def test_weights_that_follow_have_a_norm(missing):
 
 def test_takes_no_biases(monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "no_mosaic_gpu", lambda: None)
-    args = problem(256, 256, 256, (512,), 1)
+    args = random_layer(256, 256, 256, (512,), 1)
     bias = jnp.zeros(256, jnp.bfloat16)
     assert mosaic_gpu.unsupported(arguments(*args, biases={})) is None
     assert "adds no biases, and there are some of down" in mosaic_gpu.unsupported(arguments(*args, biases={"down": bias}))
@@ -353,7 +318,7 @@ def test_takes_no_biases(monkeypatch):
 @pytest.mark.parametrize("plain", ["all", "some", "none"])
 def test_the_reference_is_its_parts(plain, biased, dtype):
     """The very bits, for weights of any format."""
-    x, attended, o, norm, gate, up, down, following_norm, following = problem(256, 512, 768, (512, 256), 3)
+    x, attended, o, norm, gate, up, down, following_norm, following = random_layer(256, 512, 768, (512, 256), 3)
     x, attended, norm, following_norm = (a.astype(dtype) for a in (x, attended, norm, following_norm))
     widen = lambda weight, i: dequantize_weight(weight, dtype) if plain == "all" or (plain == "some" and i % 2) else weight
     o, gate, up, down, *following = [widen(weight, i) for i, weight in enumerate([o, gate, up, down, *following])]
@@ -373,6 +338,6 @@ def test_the_reference_is_its_parts(plain, biased, dtype):
 
 
 def test_the_reference_is_close_to_float32():
-    args = problem(256, 512, 768, (512, 256), 3)
+    args = random_layer(256, 512, 768, (512, 256), 3)
     for a, b in zip(between_attentions(*args, eps=EPS, implementation="reference")[:2], exact(*args)):
         assert relative_error(a, b) <= 1e-2

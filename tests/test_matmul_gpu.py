@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpus import gpu, skip_or_fail
-from matmul_problems import activations, random_weight, relative_error, separate
+from problems.matmul import activations, random_weight, relative_error, separate
 
 from pallas_kernels import dispatch
 from pallas_kernels.formats.weights import Int4Weight

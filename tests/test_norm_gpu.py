@@ -5,17 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpus import gpu, skip_or_fail
+from problems.norm import random_rows
 
 from pallas_kernels.norm import add_rms_norm, mosaic_gpu, reference
 
 run = jax.jit(add_rms_norm, static_argnames=("eps", "implementation"))
-
-
-def problem(rows: int, width: int, scale: float = 1.0) -> list[jax.Array]:
-    r = np.random.default_rng([rows, width])
-    outliers = np.where(np.arange(width) % 61 == 7, 50, 1)
-    arrays = r.standard_normal((rows, width)) * outliers * scale, r.standard_normal((rows, width)) * scale, r.uniform(0.2, 3, width)
-    return [jnp.asarray(x, jnp.bfloat16) for x in arrays]
 
 
 @gpu
@@ -23,7 +17,7 @@ def problem(rows: int, width: int, scale: float = 1.0) -> list[jax.Array]:
 @pytest.mark.parametrize("width", [64, 128, 896, 4096, 5120, 8192])
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 1e4])
 def test_equals_float32(rows, width, scale):
-    x, added, weight = problem(rows, width, scale)
+    x, added, weight = random_rows(rows, width, scale)
     skip_or_fail("mosaic_gpu", mosaic_gpu.unsupported(x, added, weight))
     for more in (added, None):
         total, normed = run(x, more, weight, eps=1e-5, implementation="mosaic_gpu")
@@ -39,7 +33,7 @@ def test_equals_float32(rows, width, scale):
 
 @gpu
 def test_what_is_not_finite_stays_in_its_row():
-    x, added, weight = problem(5, 4096)
+    x, added, weight = random_rows(5, 4096)
     skip_or_fail("mosaic_gpu", mosaic_gpu.unsupported(x, added, weight))
     clean = run(x, added, weight, eps=1e-5, implementation="mosaic_gpu")
     spoilt = run(x.at[2, 9].set(jnp.nan), added, weight, eps=1e-5, implementation="mosaic_gpu")

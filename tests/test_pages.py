@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_problems import Case, random_lists, random_problem
-from flushes import DUE, filled_layer, lengths_of
 from paging import in_pages, of_nobody, out_of_pages
+from problems.attention import Case, random_lists, random_problem
+from problems.batch import outcome, some_requests
+from problems.flush import DUE, filled_layer, lengths_of
 from runs import with_draft
-from test_batch import outcome, some_requests
 
 from pallas_kernels.attention import decode_attention
 from pallas_kernels.flush import flush

@@ -5,22 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpus import gpu, skip_or_fail
+from problems.rope_append import OUTSIDE, random_projections
 
 from pallas_kernels.formats.kv_cache import FullLayer
 from pallas_kernels.rope_append import mosaic_gpu, reference, rotate_and_append
 from pallas_kernels.rope_append.arguments import RopeAppendArguments
 
 run = jax.jit(rotate_and_append, static_argnames="implementation")
-OUTSIDE = [-3, 39, 40, 2**31 - 1]  # offsets in a buffer of 40 rows that leave no room
-
-
-def problem(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int, rows: int = 40, dtype=jnp.bfloat16) -> tuple:
-    r = np.random.default_rng([batch, tokens, heads])
-    draw = lambda *shape: jnp.asarray(r.standard_normal(shape), dtype)
-    angles = r.uniform(0, 6.28, (batch, tokens, head_dim // 2)).astype(np.float32)
-    buffer = FullLayer(draw(batch, kv_heads, rows, head_dim), draw(batch, kv_heads, rows, head_dim))
-    offset = jnp.asarray(r.integers(0, rows - max(2, tokens), batch, endpoint=True), jnp.int32)
-    return draw(batch, tokens, (heads + 2 * kv_heads) * head_dim), jnp.cos(angles), jnp.sin(angles), buffer, offset
 
 
 @gpu
@@ -29,7 +20,7 @@ def problem(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int, r
     ("batch", "heads", "kv_heads", "head_dim"), [(1, 32, 8, 128), (3, 8, 8, 64), (2, 6, 1, 256), (4, 14, 2, 64), (1, 4, 2, 96)]
 )
 def test_equals_the_reference_and_touches_no_other_row(batch, heads, kv_heads, head_dim, tokens):
-    qkv, cos, sin, buffer, offset = problem(batch, tokens, heads, kv_heads, head_dim)
+    qkv, cos, sin, buffer, offset = random_projections(batch, tokens, heads, kv_heads, head_dim)
     skip_or_fail("mosaic_gpu", mosaic_gpu.unsupported(RopeAppendArguments(qkv, cos, sin, buffer, offset)))
     q, new = run(qkv, cos, sin, buffer, offset, implementation="mosaic_gpu")
     rounded = lambda x: x.astype(jnp.bfloat16).astype(jnp.float32)
@@ -53,7 +44,7 @@ def test_equals_the_reference_and_touches_no_other_row(batch, heads, kv_heads, h
 @gpu
 @pytest.mark.parametrize("tokens", [2, 3])
 def test_an_offset_without_room_writes_to_the_last_rows(tokens):
-    *args, _ = problem(4, tokens, 4, 2, 64)
+    *args, _ = random_projections(4, tokens, 4, 2, 64)
     skip_or_fail("mosaic_gpu", mosaic_gpu.unsupported(RopeAppendArguments(*args, jnp.array(OUTSIDE, jnp.int32))))
     ours = run(*args, jnp.array(OUTSIDE, jnp.int32), implementation="mosaic_gpu")[1]
     theirs = run(*args, jnp.array(OUTSIDE, jnp.int32), implementation="reference")[1]
@@ -63,7 +54,7 @@ def test_an_offset_without_room_writes_to_the_last_rows(tokens):
 
 @pytest.mark.parametrize("tokens", [1, 2, 3])
 def test_the_reference_moves_an_offset_without_room_as_the_kernel_does(tokens):
-    *args, _ = problem(4, tokens, 4, 2, 64)
+    *args, _ = random_projections(4, tokens, 4, 2, 64)
     last = 40 - max(2, tokens)
     outside, inside = (run(*args, jnp.array(rows, jnp.int32), implementation="reference")[1] for rows in (OUTSIDE, [0, last, last, last]))
     np.testing.assert_array_equal(np.asarray(outside.values, np.float32), np.asarray(inside.values, np.float32))
@@ -81,7 +72,7 @@ def test_the_reference_moves_an_offset_without_room_as_the_kernel_does(tokens):
 )
 def test_the_kernel_takes_no_other_shapes(monkeypatch, tokens, head_dim, dtype, offset_dtype, reason):
     monkeypatch.setattr(mosaic_gpu, "no_mosaic_gpu", lambda: None)
-    *args, offset = problem(1, tokens, 2, 1, head_dim, rows=300, dtype=dtype)
+    *args, offset = random_projections(1, tokens, 2, 1, head_dim, rows=300, dtype=dtype)
     args = *args, offset.astype(offset_dtype)
     assert reason in mosaic_gpu.unsupported(RopeAppendArguments(*args))
     q, new = run(*args)
@@ -90,4 +81,4 @@ def test_the_kernel_takes_no_other_shapes(monkeypatch, tokens, head_dim, dtype, 
 
 def test_the_kernel_takes_the_shapes_of_a_decode_step(monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "no_mosaic_gpu", lambda: None)
-    assert mosaic_gpu.unsupported(RopeAppendArguments(*problem(8, 7, 32, 8, 128))) is None
+    assert mosaic_gpu.unsupported(RopeAppendArguments(*random_projections(8, 7, 32, 8, 128))) is None

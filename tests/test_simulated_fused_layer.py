@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_fused_layer_gpu
+from problems.fused_layer import EPS, arguments, exact, random_layer
 from simulated_gpu import Lanes, constant, here, launch
 from simulated_ptx import at_once, simulate
 
@@ -34,16 +34,16 @@ def simulated(monkeypatch):
 )
 def test_between_attentions(monkeypatch, shape, rows, blocks, resident):
     monkeypatch.setattr(fused_layer, "launch", functools.partial(launch, resident=resident))
-    x, attended, o, weight, gate, up, down, following_weight, following = problem = test_fused_layer_gpu.problem(*shape, rows)
-    plan = dataclasses.replace(fused_layer.plan_for(rows, o, gate, down, following, test_fused_layer_gpu.EPS), blocks=blocks)
+    x, attended, o, weight, gate, up, down, following_weight, following = problem = random_layer(*shape, rows)
+    plan = dataclasses.replace(fused_layer.plan_for(rows, o, gate, down, following, EPS), blocks=blocks)
     norms, weights = [weight, following_weight], [[o], [gate, up], [down], following]
     count = len(plan.stages)
     handoff = fused_layer.empty_handoff(plan)
     *found, another = at_once(fused_layer.run)(plan, x, attended, norms[: count // 2], weights[:count], handoff)
     assert_empty(another)
-    for ours, exact in zip(found, test_fused_layer_gpu.exact(*problem)):
+    for ours, expected in zip(found, exact(*problem)):
         assert ours.dtype == jnp.bfloat16
-        assert np.linalg.norm(np.asarray(ours, np.float32) - exact) <= 1e-2 * np.linalg.norm(exact)
+        assert np.linalg.norm(np.asarray(ours, np.float32) - expected) <= 1e-2 * np.linalg.norm(expected)
 
 
 def part_of(weight: Int4Weight, device: int, devices: int, *, inputs: bool) -> Int4Weight:
@@ -58,14 +58,14 @@ def part_of(weight: Int4Weight, device: int, devices: int, *, inputs: bool) -> I
 )
 def test_between_attentions_on_several_devices(monkeypatch, devices, shape, rows, blocks, resident, launches):
     """One simulated launch runs the blocks of all devices."""
-    x, attended, o, weight, gate, up, down, following_weight, following = problem = test_fused_layer_gpu.problem(*shape, rows)
-    exact = test_fused_layer_gpu.exact(*problem)
+    x, attended, o, weight, gate, up, down, following_weight, following = problem = random_layer(*shape, rows)
+    expected = exact(*problem)
     weights = []
     for d in range(devices):
         by_inputs, by_outputs = (functools.partial(part_of, device=d, devices=devices, inputs=inputs) for inputs in (True, False))
         weights.append([[by_inputs(o)], [by_outputs(gate), by_outputs(up)], [by_inputs(down)], [by_outputs(w) for w in following]])
     (first_o,), (first_gate, _), (first_down,), last = weights[0]
-    plan = fused_layer.plan_for(rows, first_o, first_gate, first_down, last, test_fused_layer_gpu.EPS, devices)
+    plan = fused_layer.plan_for(rows, first_o, first_gate, first_down, last, EPS, devices)
     plan = dataclasses.replace(plan, blocks=blocks)
     norms = [weight, following_weight] if following else [weight]
     memories = [np.where(np.arange(plan.exchange_words) < COUNTER_WORDS, 0, ptx.ABSENT).astype(np.uint32)] * devices
@@ -112,7 +112,7 @@ def test_between_attentions_on_several_devices(monkeypatch, devices, shape, rows
             y = np.concatenate([part for parts in of_weight for part in parts], axis=-1)
         else:
             y = sum(outputs)
-        for ours, wanted in zip((residuals[0], y), exact):
+        for ours, wanted in zip((residuals[0], y), expected):
             # Parts are rounded to bfloat16 one by one.
             assert np.linalg.norm(ours - wanted) <= 2e-2 * np.linalg.norm(wanted)
 
@@ -142,7 +142,7 @@ def test_a_launch_leaves_an_empty_handoff_buffer():
 
 
 def test_a_handoff_buffer_that_is_too_small_is_not_used(monkeypatch):
-    problem = test_fused_layer_gpu.problem(256, 256, 256, (), 1)
+    problem = random_layer(256, 256, 256, (), 1)
     plans = []
     monkeypatch.setattr(fused_layer, "multiprocessors", lambda: 2)
     monkeypatch.setattr(
@@ -150,7 +150,7 @@ def test_a_handoff_buffer_that_is_too_small_is_not_used(monkeypatch):
     )
     for size in (None, 8, 288, 1024):
         handoff = None if size is None else jnp.zeros(size, jnp.uint32)
-        fused_layer.between_attentions(test_fused_layer_gpu.arguments(*problem, handoff=handoff))
+        fused_layer.between_attentions(arguments(*problem, handoff=handoff))
         plan, used = plans.pop()
         assert plan.handoff_words == 288
         if size is not None and size >= 288:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from gpus import gpu, skip_or_fail
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from matmul_problems import activations, int8_weight, plain_weight, random_weight, relative_error, separate
+from problems.matmul import activations, int8_weight, plain_weight, random_weight, relative_error, separate
 
 from pallas_kernels import dispatch, matmul
 from pallas_kernels.formats.weights import Int8Weight

@@ -13,8 +13,8 @@ import pytest
 import simulated_devices
 from checkpoints import hf_config, write_checkpoint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from problems.fused_layer import random_layer
 from runs import with_draft
-from test_fused_layer_gpu import problem as fused_layer_problem
 
 from convert import convert
 from pallas_kernels import dispatch
@@ -309,7 +309,7 @@ def test_two_gpus_run_the_kernels_of_one(draft):
 def test_two_gpus_add_up_within_a_launch(rows, following):
     """As the composition does, and with the same bits each time: neither reads what is not there yet, nor what was there before."""
     mesh = model_mesh(jax.devices()[:2])
-    args = fused_layer_problem(4096, 4096, 11008, (4096, 1024, 1024) if following else (), rows)
+    args = random_layer(4096, 4096, 11008, (4096, 1024, 1024) if following else (), rows)
     outputs, inputs, whole = PartitionSpec("model"), PartitionSpec(None, "model"), PartitionSpec()
     layer = functools.partial(between_attentions, eps=1e-5, axis="model")
 

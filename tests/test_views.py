@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_problems import Case, random_problem
+from problems.attention import Case, random_problem
 from runs import random_model
 
 from pallas_kernels.attention import decode_attention, reference
