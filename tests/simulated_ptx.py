@@ -11,7 +11,8 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 import pytest
-from simulated_gpu import BULK, COPIED, LANES, Arrivals, Lanes, Memory, changed_if, constant, here, loop, scalar, when, while_loop
+from simulated_gpu import Arrivals, Lanes, Memory, changed_if, constant, loop, scalar, when, while_loop
+from simulated_races import BULK, COPIED, LANES, here
 
 from pallas_kernels.gpu import ptx
 

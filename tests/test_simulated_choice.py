@@ -3,8 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from simulated_gpu import here, launch
+from simulated_gpu import launch
 from simulated_ptx import at_once, simulate
+from simulated_races import here
 
 from pallas_kernels.attention.mosaic_low_bits import TILE
 from pallas_kernels.attention.partials import MIN_LOG_SHARE

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from problems.fused_layer import EPS, arguments, exact, random_layer
-from simulated_gpu import Lanes, constant, here, launch
+from simulated_gpu import Lanes, constant, launch
 from simulated_ptx import at_once, simulate
+from simulated_races import here
 
 import pallas_kernels.fused_layer.mosaic_gpu as fused_layer
 from pallas_kernels.formats.weights import Int4Weight

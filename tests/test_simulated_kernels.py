@@ -16,8 +16,9 @@ from problems.attention import Case, all_listed, random_lists, random_problem, w
 from problems.low_bits import WIDE
 from problems.norm import random_rows
 from problems.rope_append import OUTSIDE, random_projections
-from simulated_gpu import COPIED, Past, Touched, here, launch
+from simulated_gpu import launch
 from simulated_ptx import at_once, simulate
+from simulated_races import COPIED, Past, Touched, here
 
 import pallas_kernels.attention.mosaic_gpu as attention
 import pallas_kernels.norm.mosaic_gpu as norm
