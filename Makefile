@@ -20,7 +20,7 @@ test-system: .venv/installed-test  ## Ray, several processes and devices, conver
 	$(BIN)/$(PYTEST) -m system --durations=10
 
 test-shapes: .venv/installed-test  ## Arrays have the shapes and dtypes that signatures say, in a few files of tests.
-	PYTHONPATH=tests $(BIN)/python -m pytest -q -p checked_shapes $(addsuffix .py,$(addprefix tests/test_,attention dispatch flush views weights decode))
+	PYTHONPATH=tests $(BIN)/python -m pytest -q -p checked_shapes $(addsuffix .py,$(addprefix tests/test_,attention dispatch flush views))
 
 # What depends most on JAX, with the newest that Python 3.12 finds; the rest runs with the oldest, on Python 3.11.
 NEWEST_TESTS := $(addsuffix .py,$(addprefix tests/test_,attention batch checkpoint convert decode dispatch exactness flush flush_gpu jsonl launch \
