@@ -284,7 +284,7 @@ def _by_part(rows: Array, load: Load, capacity: int, chunk: int, length: Int[Arr
     return lax.fori_loop(0, (length + chunk - 1) // chunk, step, empty)
 
 
-def _logits(rows: Array, keys: Array, visible: Bool[Array, "B #K #R S"]) -> Float[Array, "B K R S"]:
+def _logits(rows: Array, keys: Array, visible: Bool[Array, "#B #K #R S"]) -> Float[Array, "B K R S"]:
     logits = _product("bkrh,bksh->bkrs", rows.astype(keys.dtype), keys, rows.dtype)
     return jnp.where(visible, logits, -jnp.inf)
 
