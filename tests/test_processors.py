@@ -13,7 +13,7 @@ from runs import random_model, random_prompts, run_rounds, with_draft
 from scipy.special import log_softmax
 
 from pallas_kernels.formats.views import UPPER_PLANE
-from qspec_jax.decoding import processors, round
+from qspec_jax.decoding import logits_processors, round
 from qspec_jax.decoding.adaptive import PROBE_ROUNDS, Adaptive
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
@@ -82,7 +82,7 @@ def test_schedules_keep_the_distribution(options):
 
 def test_a_token_seen_too_late_is_noticed(monkeypatch):
     config = GenerationConfig(temperature=1.0, ignore_eos=True, repetition_penalty=1.9)
-    right = processors.seen_since
+    right = logits_processors.seen_since
     monkeypatch.setattr(round, "seen_since", lambda seen, tokens: right(seen, tokens) + 1)
     counts = counted(TABLE, DRAFTS["another table"], make_sampler(config), settings=config, loop=WRONG)
     assert p_value(counts, joint(config)) < 1e-6
