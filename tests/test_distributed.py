@@ -80,7 +80,7 @@ def test_batch(both, run, directory, tmp_path):
     # What fails in one ends both: here the first, whose output exists by now.
     found = both("batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", *settings)
     assert [(code, out) for code, out, _ in found] == [(2, "")] * 2
-    assert "exists already" in found[0][2] and found[1][2] == "qspec: error: --distributed: process 0 has failed, and says why\n"
+    assert "exists already" in found[0][2] and found[1][2] == "qspec: error: --distributed: process 0 failed; see its standard error\n"
 
 
 def test_one_without_the_checkpoint(both, directory, tmp_path):
@@ -125,5 +125,5 @@ def test_nobody_has_started_it(directory):
 
 def test_what_does_not_go_with_it(fails, directory, tmp_path):
     command = ["batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--model", directory, "--distributed"]
-    fails([*command, "--ray", "local"], "it goes with neither --ray nor --tensor-parallel")
+    fails([*command, "--ray", "local"], "it cannot be combined with --ray or --tensor-parallel")
     fails([*command, "--batch-size", "auto"], "--batch-size should be a number")

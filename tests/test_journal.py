@@ -16,8 +16,8 @@ from convert.to_orbax import convert
 from qspec_jax import demo
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.cli import batch
-from qspec_jax.cli.batch import of_checkpoint
 from qspec_jax.decoding.journal import DEPENDS_ON, Journal, run_hashes
+from qspec_jax.decoding.run_lines import of_checkpoint
 from qspec_jax.errors import InputError
 
 RUN = dict.fromkeys(DEPENDS_ON, "a hash")

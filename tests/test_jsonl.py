@@ -19,11 +19,12 @@ import pytest
 
 from convert.to_orbax import convert
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
-from qspec_jax.cli.batch import TOLD, of_checkpoint
+from qspec_jax.cli.batch import MAX_REPORTED_LINES
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.journal import DEPENDS_ON, Journal
 from qspec_jax.decoding.jsonl import KEYS, Columns, Line, as_wrong, read_lines
+from qspec_jax.decoding.run_lines import of_checkpoint
 from qspec_jax.errors import InputError
 
 CONFIG = GenerationConfig(draft="quantspec", group_size=8, ignore_eos=True, num_speculative_tokens=3)
@@ -42,7 +43,7 @@ BAD = {
     "[" * 10**5: "not JSON",
     "3": "should be a JSON object",
     '{"prompt": "x", "n": 3}': "unknown key 'n'",
-    '{"prompt": "x", "prompt": "y"}': "'prompt' stands there twice",
+    '{"prompt": "x", "prompt": "y"}': "'prompt' is given twice",
     '{"token_ids": [' + "9" * 5000 + "]}": "a number has too many digits",
     '{"max_new_tokens": 3}': "has none",
     '{"prompt": "x", "token_ids": [1]}': "has prompt and token_ids",
@@ -219,7 +220,7 @@ def test_lines_that_are_wrong(run, fails, directory, tmp_path, caplog):
     source.write_text("\n".join([json.dumps(GOOD[0]), *BAD, json.dumps(GOOD[1])]))
     fails(command(directory, source, out), f"{source}, line 2: empty (and {len(BAD) - 1} more; --on-error skip does the other lines)")
     assert not out.exists()
-    code, said, _ = run(*command(directory, source, out, "--on-error", "skip", "--method", "autoregressive"))
+    code, said, _ = run(*command(directory, source, out, "--on-error", "skip", "--draft", "none"))
     assert code == 0 and (report := json.loads(said))["wrong"] == len(BAD) and report["prompts"] == 2
     results = [json.loads(line) for line in out.read_text().splitlines()]
     assert (
@@ -227,8 +228,8 @@ def test_lines_that_are_wrong(run, fails, directory, tmp_path, caplog):
     )
     for number, (result, named) in enumerate(zip(results[1:-1], BAD.values()), start=2):
         assert named in result["error"]
-        assert (f"{source}, line {number}: {result['error']}" in caplog.messages) == (number < 2 + TOLD)
-    assert f"{source}: {len(BAD) - TOLD} more lines are wrong; OUTPUT says why" in caplog.messages
+        assert (f"{source}, line {number}: {result['error']}" in caplog.messages) == (number < 2 + MAX_REPORTED_LINES)
+    assert f"{source}: {len(BAD) - MAX_REPORTED_LINES} more lines are wrong; OUTPUT says why" in caplog.messages
 
 
 def test_files_that_are_not_there_or_are_in_the_way(fails, directory, tmp_path):

@@ -276,7 +276,7 @@ def test_table_and_plot_have_every_cell(tmp_path, monkeypatch):
         (["--lengths", "25"], "no room"),
         (["--lengths", "x"], "--lengths 'x'"),
         (["--lengths", ""], "--lengths ''"),
-        (["--lengths", "100,100"], "100 stands there twice"),
+        (["--lengths", "100,100"], "100 is given twice"),
         (["--depths", "1.5"], "depth 1.5"),
         (["--depths", "-0.1"], "depth -0.1"),
         (["--depths", "nan"], "depth nan"),

@@ -197,7 +197,7 @@ def test_a_run_on_a_cluster_is_known_by_the_draft_of_its_devices(run, directory,
     monkeypatch.setattr("jax.config.update", lambda *_: None)
     monkeypatch.setattr(batch_command, "connect", lambda address: None)
     monkeypatch.setattr(batch_command, "cluster_gpus", lambda: gpus)
-    monkeypatch.setattr(batch_command, "_through_ray", lambda todo, content, stored_at, config, *_, **__: sent.append(config) or 0.0)
+    monkeypatch.setattr(batch_command, "decode_lines_on_ray", lambda todo, content, stored_at, config, *_, **__: sent.append(config) or 0.0)
     (tmp_path / "in.jsonl").write_text('{"prompt": "ab"}\n')
     code, _, err = run(
         "batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--model", directory, "--max-new-tokens", 4, "--ray", "local"
@@ -213,7 +213,7 @@ def test_what_does_not_go_with_ray(fails, directory, tmp_path):
     fails([*asked, "--ray", "local", "--draft", "quantspec:skip=auto"], "name a draft and its layers")
     fails([*asked, "--ray", "local", "--adaptive"], "--adaptive needs --draft-cost")
     fails([*asked, "--ray", "local", "--devices", 1], "are for one machine")
-    fails([*asked, "--ray-actors", 2], "--ray-actors goes with --ray")
+    fails([*asked, "--ray-actors", 2], "--ray-actors is for --ray")
 
 
 def test_no_ray(fails, directory, tmp_path, monkeypatch):

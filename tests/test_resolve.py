@@ -371,7 +371,7 @@ def test_a_run_is_known_by_what_was_chosen(run, directory, tmp_path, on_h200, mo
         journal.add({"line": lines[-1].number})  # or nothing would be left to go on from
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(batch_command, "_run", killed)
+    monkeypatch.setattr(batch_command, "decode_lines", killed)
     command = lambda *more: run("batch", source, output, "--model", directory, "--max-new-tokens", 8, *more)
     assert command("--draft", "auto", "--adaptive")[0] == 130
     (config,) = {(each.draft, each.num_speculative_tokens) for each in ran[0]}
@@ -392,7 +392,7 @@ def test_a_run_is_known_by_what_was_chosen(run, directory, tmp_path, on_h200, mo
     monkeypatch.setattr(
         "qspec_jax.decoding.resolve.choose", lambda *_, **sizes: asked.append(sizes) or choice.DraftChoice("none", 0, "because")
     )
-    monkeypatch.setattr(batch_command, "_run", lambda *_, **__: BatchStats())
+    monkeypatch.setattr(batch_command, "decode_lines", lambda *_, **__: BatchStats())
     other = tmp_path / "other.jsonl"
     assert run("batch", source, other, "--model", directory, "--max-new-tokens", 8, "--draft", "auto")[0] == 0
     assert [sizes["batch"] for sizes in asked] == [3]

@@ -17,13 +17,13 @@ from qspec_jax.caches.prefill import prefill
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.checkpoints.tokenizers import check_same_tokens
-from qspec_jax.cli.batch import of_checkpoint
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.prepare import prepare
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.round import current_round, propose
+from qspec_jax.decoding.run_lines import of_checkpoint
 from qspec_jax.decoding.sampling import make_sampler
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.small_model import SmallModelDraft

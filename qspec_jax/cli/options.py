@@ -125,9 +125,10 @@ def _bias(text: str) -> tuple[int, float]:
         raise InputError(f"--logit-bias {text!r} should be a token id, =, and a number") from None
 
 
-Gamma = Annotated[int, typer.Option("--gamma", "--num-speculative-tokens", help="Most drafts of a round.")]
+Gamma = Annotated[int, typer.Option("--gamma", "--num-speculative-tokens", help="Maximum draft tokens per round.")]
 GammaList = Annotated[
-    str, typer.Option("--gamma", "--num-speculative-tokens", help="Most drafts of a round; several with commas between them: 1,2,4,6.")
+    str,
+    typer.Option("--gamma", "--num-speculative-tokens", help="Maximum draft tokens per round; several with commas between them: 1,2,4,6."),
 ]
 DraftOption = Annotated[
     str | None,
@@ -157,7 +158,7 @@ Distributed = Annotated[
     ),
 ]
 TensorParallel = Annotated[
-    int, typer.Option("--tensor-parallel", min=1, metavar="N", help="Divide each copy of the model over so many of the devices.")
+    int, typer.Option("--tensor-parallel", min=1, metavar="N", help="The number of devices that each copy of the model is divided over.")
 ]
 GroupSize = Annotated[
     int | None,
@@ -172,7 +173,7 @@ Calibrate = Annotated[
     typer.Option(help="Round the draft's INT4 weights for the prompts' activations (GPTQ): a higher acceptance for some seconds more."),
 ]
 SensitiveLayers = Annotated[
-    int, typer.Option(min=0, help="Draft the first and the last so many layers at the target's precision, weights and cache.")
+    int, typer.Option(min=0, help="The number of first and of last layers that draft with the target's weights and all of its cache.")
 ]
 EvaluatedModel = Annotated[Path | None, typer.Option("--model", help="Checkpoint directory: the embedded model, if not given.")]
 Output = Annotated[Path | None, typer.Option(help="Write the result to this file instead.")]
@@ -181,40 +182,51 @@ Plot = Annotated[Path | None, typer.Option(help="Draw the results to this file (
 
 
 def _settings(
-    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens of each prompt.")] = GenerationConfig.max_new_tokens,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens of each prompt.")] = GenerationConfig.max_new_tokens,
     draft: DraftOption = None,
     num_speculative_tokens: Annotated[
         int | None,
         typer.Option(
             "--gamma",
             "--num-speculative-tokens",
-            help=f"Most drafts of a round: what pays with --draft {AUTO}, {GAMMA} with another draft, if not given.",
+            help=f"Maximum draft tokens per round. Default: {GAMMA}; chosen automatically with --draft {AUTO}.",
         ),
     ] = None,
-    adaptive: Annotated[bool, typer.Option("--adaptive", help="Each row drafts as many as pay, by what was accepted so far.")] = False,
+    adaptive: Annotated[bool, typer.Option("--adaptive", help="Adapt the number of draft tokens per row to its past acceptance.")] = False,
     draft_cost: Annotated[
         float | None,
-        typer.Option(help="The cost of a draft, for --adaptive; verifying a round is 1. By stored costs, if not given."),
+        typer.Option(help="For --adaptive, the time of a draft step divided by that of a verification. Default: by stored costs."),
     ] = None,
     min_draft_confidence: Annotated[float, typer.Option(help="Stop drafting when the draft's top-token probability is below this.")] = 0.0,
-    temperature: Annotated[float | None, typer.Option(help="0, if not given, is greedy.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="0, if not given, is off.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="1, if not given, is off.")] = None,
-    min_p: Annotated[
-        float | None, typer.Option(help="Keep tokens of at least this share of the likeliest's probability; 0, if not given, is off.")
+    temperature: Annotated[float | None, typer.Option(help="Temperature of sampling. Default: 0, which is greedy.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from this number of most likely tokens. Default: 0, which disables it.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the most likely tokens with this total probability. Default: 1, which disables it.")
     ] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="1, if not given, is off.")] = None,
-    min_new_tokens: Annotated[int, typer.Option(help="No end-of-sequence token before so many.")] = GenerationConfig.min_new_tokens,
+    min_p: Annotated[
+        float | None,
+        typer.Option(help="Sample from tokens with at least this share of the top token's probability. Default: 0, which disables it."),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Divides or multiplies the logits of tokens seen before. Default: 1, which disables it.")
+    ] = None,
+    min_new_tokens: Annotated[
+        int, typer.Option(help="Minimum number of new tokens before an end-of-sequence token.")
+    ] = GenerationConfig.min_new_tokens,
     logit_bias: Annotated[
         list[str] | None, typer.Option(metavar="ID=BIAS", help="Added to a token's logit; may be given several times.")
     ] = None,
-    banned_token_ids: Annotated[list[str] | None, typer.Option("--ban", metavar="ID,...", help="Tokens that never come.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Ends a row, and is cut off; may be given several times.")] = None,
+    banned_token_ids: Annotated[
+        list[str] | None, typer.Option("--ban", metavar="ID,...", help="Token ids that are never generated.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="A text that ends a row, and is cut off; may be given several times.")
+    ] = None,
     stop_token_ids: Annotated[
         list[str] | None, typer.Option(metavar="ID,...", help="A sequence of new tokens that ends a row; may be given several times.")
     ] = None,
     output_logprobs: Annotated[bool, typer.Option("--logprobs", help="The target's log-probabilities of the new tokens, in JSON.")] = False,
-    top_logprobs: Annotated[int, typer.Option(help="And of so many likeliest tokens in each place.")] = 0,
+    top_logprobs: Annotated[int, typer.Option(help="Also return the log-probabilities of the N most likely tokens per position.")] = 0,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")] = False,
     cache: CacheOption = None,
     group_size: GroupSize = None,
@@ -358,7 +370,7 @@ def load(
 def number_list(option: str, text: str, kind: type[int] | type[float], *, repeated: bool = False) -> list:
     """The numbers of an option, between commas. Raises InputError for what is no number of that kind.
 
-    repeated: whether a number may stand there twice.
+    repeated: whether a number may be given twice.
     """
     try:
         numbers = [kind(part) for part in text.split(",")]
@@ -366,7 +378,7 @@ def number_list(option: str, text: str, kind: type[int] | type[float], *, repeat
         what = "whole numbers" if kind is int else "numbers"
         raise InputError(f"{option} {text!r} should be {what} with commas between them") from None
     if not repeated and (again := [number for i, number in enumerate(numbers) if number in numbers[:i]]):
-        raise InputError(f"{option} {text}: {again[0]:g} stands there twice")
+        raise InputError(f"{option} {text}: {again[0]:g} is given twice")
     return numbers
 
 

@@ -55,7 +55,7 @@ def run_batch(
     Args:
         model: the target.
         requests: of one draft and cache (`prepare.SHARED`); or what `prepare` returned for this model, which has the tokenizer.
-        batch_size: rows at a time; None: as many as fit the device's memory (`capacity`).
+        batch_size: rows at a time; None: the number that fits the device's memory (`capacity`).
         tokenizer: for texts and stop strings.
         refill: False waits until all rows of a batch have ended, for comparison.
         strategy: makes the sampler of the requests' configs, whose arrays have a row for each.

@@ -40,7 +40,7 @@ def chat_tokens(tokenizer: Any, messages: Any) -> list[int]:
 
 
 def with_chats(prompts: Any, tokenizer: Any) -> Any:
-    """The prompts, with token ids in place of conversations. Raises InputError as `chat_tokens`.
+    """The prompts, with conversations as token ids. Raises InputError as `chat_tokens` does.
 
     Args:
         prompts: of `generate`; those that are lists of messages are conversations.

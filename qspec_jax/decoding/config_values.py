@@ -59,7 +59,7 @@ def ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
-    """Sequences of token ids; an id in place of a sequence is one of a single id. Raises InputError for any other value."""
+    """Sequences of token ids; a single id is a sequence of one. Raises InputError for any other value."""
     wrong = f"{name} should be a list of token ids and of lists of them, not {value!r:.60}"
     listed = (value,) if (found := _listed(value)) is None else found
     of_each = ((each,) if (parts := _listed(each)) is None else parts for each in listed)

@@ -24,7 +24,7 @@ class Stopped(Exception):
 
 
 class _Message(NamedTuple, Generic[T]):
-    """What a thread tells: a result, or that it has ended, perhaps by an error."""
+    """A message of a thread: a result, or that it has ended, perhaps by an error."""
 
     result: T | None = None
     error: BaseException | None = None
@@ -40,7 +40,7 @@ def is_at(tree: object, place: Place) -> bool:
 
 
 def copied_to(tree: T, place: Place) -> T:
-    """The tree on a device, or divided over a mesh in the way in which it is over another. An array that stands in it twice is copied once;
+    """The tree on a device, or divided over a mesh in the way in which it is over another. An array that it has twice is copied once;
     one that is there already is not copied.
 
     Raises InputError for a mesh of another size than the model's own, and for a mesh where the model is on one device, or the reverse.

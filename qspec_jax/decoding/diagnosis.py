@@ -52,7 +52,7 @@ def problems() -> list[str]:
 
 
 def _cpu_was_chosen() -> bool:
-    """Whether somebody told JAX to run on the CPU, by JAX_PLATFORMS or its config."""
+    """Whether JAX is set to run on the CPU, by JAX_PLATFORMS or its config."""
     return jax.config.jax_platforms == "cpu"
 
 

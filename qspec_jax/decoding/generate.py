@@ -80,10 +80,15 @@ class Stats(RowStats):
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """The new tokens of each prompt (an EOS included), their text if a tokenizer was given, why each ended ("eos", "stop" or "length").
+    """The result of `generate`.
 
-    token_ids reach to the token in which a stop string was complete; text is without it. logprobs, where they were asked for: the
-    target's log-probability of every new token, and in top_logprobs pairs of id and log-probability for the likeliest in each place.
+    Attributes:
+        token_ids: the new tokens of each prompt, an EOS included, and up to the token in which a stop string was complete.
+        text: of each prompt's new tokens, without a stop string; None without a tokenizer.
+        finish_reason: "eos", "stop" or "length" for each prompt.
+        stats: totals, and in `rows` the counts of each prompt.
+        logprobs: the target's log-probability of each new token; None if they were not asked for.
+        top_logprobs: pairs of token id and log-probability for the most likely tokens of each position.
     """
 
     token_ids: list[list[int]]
@@ -96,8 +101,15 @@ class Generation:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What came of a few rounds: new token ids, the text that is certain by now, and how many tokens were drafted and accepted, and groups
-    flushed. Drafts behind a stop string count, though they are cut off."""
+    """A part of a stream.
+
+    Attributes:
+        token_ids: new tokens.
+        text: the text that is certain by now.
+        drafted: the number of draft tokens; those after a stop string count, though they are cut off.
+        accepted: the number of accepted draft tokens.
+        flushes: groups that left the buffer.
+    """
 
     token_ids: list[int]
     text: str
@@ -266,8 +278,7 @@ class Row:
         return self._text.text
 
     def logprobs(self) -> tuple[list[float] | None, list[list[tuple[int, float]]] | None]:
-        """Log-probabilities of the row's tokens, and of the likeliest in each place, as `Generation` has them; None where they were not
-        asked for."""
+        """Log-probabilities of the row's tokens, and of the most likely tokens of each position; None if they were not asked for."""
         n, k = len(self.token_ids), self.config.logprobs
         if k is None:
             return None, None

@@ -117,7 +117,7 @@ class Journal:
             raise InputError(f"{self.path}: cannot be written ({one_line(error)}){self.goes_on}") from None
 
     def finish(self) -> None:
-        """The output, in the order of the input, in place of the journal."""
+        """Writes the output, in the order of the input, and removes the journal."""
         try:
             if self.path:
                 self._write_result = self._result.enter_context(output_to(self.output))

@@ -240,7 +240,7 @@ class LineReader:
             return chat_tokens(self.tokenizer, prompt)
         if not isinstance(prompt, str):
             raise InputError("prompt should be a text")
-        if not self._hinted and (hint := hint_at_chat(self.tokenizer, prompt, "messages in place of prompt go through it")):
+        if not self._hinted and (hint := hint_at_chat(self.tokenizer, prompt, "give messages instead of prompt to use it")):
             self._hinted = True
             log.warning("%s: %s", "a row" if number is None else f"line {number}", hint)
         return encoded(self.tokenizer, prompt)
@@ -271,7 +271,7 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"{key!r} stands there twice")
+            raise ValueError(f"{key!r} is given twice")
         found[key] = value
     return found
 

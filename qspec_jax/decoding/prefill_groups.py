@@ -90,7 +90,7 @@ class PrefillGroups:
     def settings(self, indices: Sequence[int]) -> tuple[Sampler, Limits]:
         """The sampler and the limits of rows that work for these requests, on the device."""
         of_rows = jax.tree.map(lambda x: x[np.array(indices)], (self.sampler, dataclasses.replace(self.limits, eos_token_ids=None)))
-        # All in one call: so many arrays one by one take a GPU milliseconds.
+        # All in one call: one by one they take milliseconds on a GPU.
         sampler, limits, eos = jax.device_put((*of_rows, self.limits.eos_token_ids))
         return sampler, dataclasses.replace(limits, eos_token_ids=eos)
 

@@ -1,7 +1,7 @@
 """Several processes, on one machine or many, that run the same program on all their devices together: `qspec ... --distributed`.
 
 Every process makes the same calls in the same order, for each of them runs a part of every compiled program. What only one of them knows is
-told to the others here, and so is an error of one: who is left alone would wait.
+sent to the others here, and so is an error of one, since the others would wait.
 """
 
 import json
@@ -136,7 +136,7 @@ def all_or_none(make: Callable[[], T]) -> T:
     if failed is not None:
         raise failed
     if len(others):
-        raise InputError(f"--distributed: process {others[0]} has failed, and says why")
+        raise InputError(f"--distributed: process {others[0]} failed; see its standard error")
     return made
 
 

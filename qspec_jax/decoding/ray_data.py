@@ -1,6 +1,6 @@
 """Batches over many machines with Ray Data: a predictor for `map_batches`, and the lines of a file through actors that hold it.
 
-Ray starts an actor that has died again and gives it its lines anew. A line's result depends on the line alone, so nothing is lost, and
+Ray starts an actor that has died again and gives it the same lines. A line's result depends on the line alone, so nothing is lost, and
 nothing comes out twice. Needs the extra `ray`.
 """
 
@@ -33,11 +33,11 @@ from qspec_jax.errors import InputError, one_line
 from qspec_jax.files import to_json
 
 ANSWER_S = 10  # until a cluster should have answered
-LOCAL = "local"  # in place of an address: a cluster of this machine alone, which ends with the process
+LOCAL = "local"  # as an address: a cluster of this machine alone, which ends with the process
 # Once actors have died so often, all together, the run ends: Ray itself would start them again for ever, as where memory is too small.
 RESTARTS = 16
-BATCHES = 8  # an actor is handed the lines of so many batches at once, so that slots seldom stand empty at the end of them
-# Columns. REQUEST: the JSON of a line, in place of a column for each key; a name that no data set has.
+BATCHES = 8  # whose lines an actor is given at a time, so that slots are seldom empty at their end
+# Columns. REQUEST: the JSON of a line instead of a column for each key; a name that no data set has.
 LINE, REQUEST, RESULT = "line", "qspec: request", "result"
 KNOWN = {*KEYS, *OPENAI_KEYS}  # of a line
 
@@ -270,7 +270,7 @@ def through_actors(
 
 
 def _cause(error: Exception) -> str:
-    """What a user is told of an error on the cluster: our own message where there is one."""
+    """The message for an error on the cluster: that of an InputError, if there is one."""
     text = str(error)
     own = re.findall(r"InputError: (.*)", text)
     return own[-1] if own else one_line(error)

@@ -151,29 +151,35 @@ def _check_ids(model: Llama, config: GenerationConfig, tokenizer: Any) -> None:
         raise InputError(f"top_logprobs {config.top_logprobs} should be at most the vocabulary of {size}")
 
 
-def check_length(model: Llama, what: str, tokens: int, new: int) -> None:
-    """Raises InputError where so many tokens and new ones do not fit the model's positions. what: how the message calls them."""
-    most, short = model.config.max_length, model.config.short_length
-    check_positions("model", most, what, tokens, new)
+def check_length(model: Llama, name: str, tokens: int, new: int) -> None:
+    """Raises InputError if a prompt and its new tokens do not fit the model's positions.
+
+    Args:
+        model: the target.
+        name: what the message calls the prompt.
+        tokens: of the prompt.
+        new: the number of new tokens.
+    """
+    positions, short = model.config.max_length, model.config.short_length
+    check_positions("model", positions, name, tokens, new)
     # The last new token is never fed back.
     if short is not None and tokens <= short < tokens + new - 1:
         raise InputError(
-            f"{what} of {tokens} tokens and {new} new ones cross the {short} tokens behind which the model turns to its long RoPE factors, "
+            f"{name} of {tokens} tokens and {new} new ones cross the {short} tokens after which the model uses its long RoPE factors, "
             f"which is not supported; ask for at most {short - tokens + 1} new tokens, or give a prompt of more than {short}"
         )
 
 
-def check_draft_room(draft: Draft | None, what: str, tokens: int, new: int) -> None:
-    """Raises InputError where so many tokens and new ones do not fit the positions of the draft's own model. what: how the message calls
-    them."""
+def check_draft_room(draft: Draft | None, name: str, tokens: int, new: int) -> None:
+    """Raises InputError as `check_length` does, for the positions of the draft's own model, if it has one."""
     if draft is not None and draft.max_length is not None:
-        check_positions("draft", draft.max_length, what, tokens, new)
+        check_positions("draft", draft.max_length, name, tokens, new)
 
 
-def check_positions(whose: str, most: int, what: str, tokens: int, new: int) -> None:
-    """Raises InputError where so many tokens and new ones are more than `most` positions. whose: the positions', and what: how the message
-    calls the tokens."""
-    if tokens + new > most:
-        room = most - tokens
-        advice = f"ask for at most {room} new tokens" if room > 0 else f"shorten it to at most {max(1, most - new)} tokens"
-        raise InputError(f"{what} of {tokens} tokens and {new} new ones exceed the {whose}'s {most} positions; {advice}")
+def check_positions(owner: str, positions: int, name: str, tokens: int, new: int) -> None:
+    """Raises InputError if a prompt and its new tokens exceed a number of positions, those of the owner. name: what the message calls the
+    prompt."""
+    if tokens + new > positions:
+        room = positions - tokens
+        advice = f"ask for at most {room} new tokens" if room > 0 else f"shorten it to at most {max(1, positions - new)} tokens"
+        raise InputError(f"{name} of {tokens} tokens and {new} new ones exceed the {owner}'s {positions} positions; {advice}")

@@ -52,7 +52,7 @@ class Slots:
         Args:
             prepared: the requests and their draft.
             waiting: the indices of requests that no engine has taken.
-            batch: rows; None: as many as fit, at most `share`.
+            batch: rows; None: the number that fits, at most `share`.
             refill: whether a free slot gets the next request at once, and not when all are free.
             strategy: makes a sampler of configs.
             view: what the target reads of its cache.
@@ -72,7 +72,7 @@ class Slots:
         self.state: DecodeState | None = None
         self.engine.settle_for(0)
         cache = prepared.configs[0].cache_config
-        # The most groups that the row of each request quantizes: with so many pages no round is ever without one. None: nothing is shared.
+        # The maximum of groups that the row of each request quantizes: with that many pages no round lacks one. None: nothing is shared.
         self.groups = None
         if cache.pools and jax.default_backend() in PAGED:
             schedule = cache.schedule_for(model.config.head_dim)
@@ -134,7 +134,7 @@ class Slots:
         return placed
 
     def _next_in_line(self, slots: int) -> tuple[list[int], list[list[int]]]:
-        """The requests to put into slots next, at most so many, with the pages of each; none where the pool has too few pages left."""
+        """The requests for the next free slots, and the pages of each; none if the pool has too few pages left."""
         if self.ahead:
             indices = self.ahead.indices
             # Their prefill has begun if as many rows have ended as `_prepare_ahead` counted on. Then there are slots and pages.
@@ -152,13 +152,13 @@ class Slots:
         return [], []
 
     def _in_line(self, slots: int) -> list[list[int]]:
-        """Candidates for the next prefill, for so many slots, the best first: several requests together, or one."""
+        """Candidates for the next prefill if this number of slots is free, the best first: several requests together, or one."""
         first = self.waiting.first(self.prefills.together, self)
         together = len(first) == self.prefills.together <= slots and all(map(self.prefills.is_short, first))
         return [first, first[:1]] if together else [first[:1]]
 
     def _prepare_ahead(self, ending: int) -> None:
-        """Reserves the requests for the next so many slots that become free, and does the host's part of their prefill.
+        """Reserves requests for the next slots that become free, `ending` of them, and does the host's part of their prefill.
 
         This comes before rounds, while the device is mostly still at work on the last prefill. Prompts that are prefilled in parts are left
         to `_fill`.
@@ -186,7 +186,7 @@ class Slots:
         return True
 
     def _will_have_pages(self, indices: Sequence[int], ended: int) -> bool:
-        """Whether the pool has pages for these requests once so many rows have given theirs back, whichever they are."""
+        """Whether the pool has pages for these requests once any `ended` rows have given theirs back."""
         if self.pool is None:
             return True
         held = sorted(len(pages) for pages, index in zip(self.pages_of, self.request_of) if index is not None)
@@ -252,7 +252,7 @@ class Slots:
         return time.perf_counter()
 
     def _segment(self, most: int = ROUNDS_PER_SEGMENT) -> int:
-        """At most so many rounds; fewer if rows end and requests wait for their slots. Returns how many rows have ended then, at least."""
+        """Runs at most `most` rounds; fewer if rows end and requests wait for their slots. Returns the minimum of rows that have ended."""
         self._check_stopped()
         self.waited = 0
         sampler, limits = self.prefills.settings([index or 0 for index in self.request_of])  # those of an empty slot do not matter

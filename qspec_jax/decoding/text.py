@@ -149,12 +149,12 @@ def encoded(tokenizer, text: str) -> list[int]:
 
 
 def text_of(tokenizer, token_ids: Sequence[int]) -> str:
-    """Without special tokens, and as it is: older tokenizers take blanks away from before punctuation unless told not to."""
+    """The text of token ids without special tokens. Nothing is cleaned up: older tokenizers remove blanks before punctuation by default."""
     return tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def first_stop(text: str, stop: Sequence[str], start: int = 0) -> int | None:
-    """Where the first of the strings begins in a text, at `start` or behind it."""
+    """The index at which the first of the strings begins in a text, from `start` on; None if none does."""
     found = [at for string in stop if (at := text.find(string, start)) >= 0]
     return min(found, default=None)
 

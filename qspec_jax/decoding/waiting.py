@@ -23,12 +23,12 @@ class Queue:
         return len(self._reserved_by)
 
     def first(self, count: int, engine: Hashable) -> list[int]:
-        """The first so many that this engine may take: those that no other has reserved, or if there are none of them, any."""
+        """The first `count` requests that this engine may take: those that no other has reserved, or if there are none, any."""
         mine = (index for index, other in self._reserved_by.items() if other in (None, engine))
         return list(itertools.islice(mine, count)) or list(itertools.islice(self._reserved_by, count))
 
     def reserve(self, indices: Sequence[int], engine: Hashable | None) -> None:
-        """Notes that this engine is about to take them, or, with None, that nobody is. Those that have been taken already are left out."""
+        """Notes that this engine, or with None no engine, is about to take them. Those that have been taken already are left out."""
         self._reserved_by |= {index: engine for index in indices if index in self._reserved_by}
 
     def take(self, indices: Sequence[int]) -> bool:
