@@ -81,7 +81,7 @@ BAD = {
 
 def command(directory, source, output, *more) -> list[str]:
     flags = ["--model", directory, "--group-size", "8", "--max-new-tokens", "12", "--gamma", "3", "--ignore-eos", "--json"]
-    flags += [] if "--method" in more else ["--draft", "quantspec"]
+    flags += [] if "--draft" in more else ["--draft", "quantspec"]
     return ["batch", str(source), str(output), *map(str, flags), *map(str, more)]
 
 
