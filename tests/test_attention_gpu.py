@@ -85,9 +85,9 @@ def observing(implementation: str, *args, view: View) -> Callable:
     return functools.partial(attend, view=view, implementation=implementation)
 
 
-def configured(module: ModuleType, **settings) -> Callable:
+def configured(module: ModuleType, *, view: View, **settings) -> Callable:
     """What the kernel of that module reads with these settings, compiled."""
-    return jax.jit(lambda *args: module.decode_attention(*args, **settings)[0])
+    return jax.jit(lambda *args: module.decode_attention(AttentionArguments(*args, view), **settings)[0])
 
 
 def assert_close(out: jax.Array, expected: jax.Array, label: str) -> None:
@@ -384,7 +384,8 @@ def test_attention_mass_in_every_team(team):
     from pallas_kernels.attention import mosaic_gpu
 
     config = mosaic_gpu.Config(splits=1, team=team)
-    run = jax.jit(functools.partial(mosaic_gpu.decode_attention, view=DenseView(2, observed=True), config=config))
+    view = DenseView(2, observed=True)
+    run = jax.jit(lambda *args: mosaic_gpu.decode_attention(AttentionArguments(*args, view), config=config))
     first = run(q, layer, case.lengths)
     some = np.array(case.groups) > 0
     assert_close(first[1][some], exactly_observed(q, layer, case.lengths, DenseView(2, observed=True))[1][some], f"{config}")
