@@ -85,9 +85,10 @@ def observing(implementation: str, *args, view: View) -> Callable:
     return functools.partial(attend, view=view, implementation=implementation)
 
 
-def configured(module: ModuleType, *, view: View, **settings) -> Callable:
-    """What the kernel of that module reads with these settings, compiled."""
-    return jax.jit(lambda *args: module.decode_attention(AttentionArguments(*args, view), **settings)[0])
+def configured(module: ModuleType, *, view: View | None = None, **settings) -> Callable:
+    """What the kernel of that module reads with these settings, compiled; with the view that is given here, or in each call."""
+    fixed = () if view is None else (view,)
+    return jax.jit(lambda *args: module.decode_attention(AttentionArguments(*args, *fixed), **settings)[0])
 
 
 def assert_close(out: jax.Array, expected: jax.Array, label: str) -> None:
