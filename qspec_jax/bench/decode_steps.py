@@ -167,8 +167,8 @@ def _flushed(tokens, cache, state, lengths):
 
 
 def target_bytes(model: Llama, kind: str, context: int, width: int, batch_size: int) -> int:
-    """The bytes that each device must read to verify so many tokens a row: its weights, and the cache of every row with the tokens that it
-    appends. 0 for a kind of cache of which nobody has counted them."""
+    """The bytes that each device must read to verify `width` tokens a row: its weights, and the cache of every row with the tokens that it
+    appends. 0 for a kind of cache whose bytes are not counted."""
     if kind not in PLANES:
         return 0
     of_cache = batch_size * model.config.num_layers * layer_bytes_read(model, context + width, width, PLANES[kind])
@@ -176,7 +176,7 @@ def target_bytes(model: Llama, kind: str, context: int, width: int, batch_size: 
 
 
 def layer_bytes_read(model: Llama, context: int, width: int, planes: int | None) -> int:
-    """The bytes that a row's queries of `width` tokens read of one layer of a cache of so many tokens, themselves among them."""
+    """The bytes that a row's queries of `width` tokens read of one layer of a cache of `context` tokens, their own included."""
     c = model.config
     group = CacheConfig().group_size_for(c.head_dim)
     return bytes_read(AttentionShape("", planes, width, c.num_heads, c.num_kv_heads, (context,), c.head_dim, group))

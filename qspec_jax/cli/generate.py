@@ -82,7 +82,7 @@ def generate_command(
 ):
     """Continue prompts."""
     if stream and (as_json or output):
-        raise InputError("--stream prints text as it comes; it does not go with --json or --output")
+        raise InputError("--stream prints text as it comes; it cannot be combined with --json or --output")
     option = "--calibrate" if calibrate else "--sensitive-layers"
     if (calibrate or sensitive_layers) and config.draft == AUTO:
         log.info("draft %s: %s, which has the INT4 weights that %s is for", AUTO, USUAL, option)
@@ -92,7 +92,7 @@ def generate_command(
     if sensitive_layers:
         config = dataclasses.replace(config, draft=with_sensitive_layers(config.draft_settings, sensitive_layers))
     if config.logprobs is not None and not as_json:
-        raise InputError("--logprobs and --top-logprobs go with --json")
+        raise InputError("--logprobs and --top-logprobs need --json")
     if system is not None and not chat:
         raise InputError("--system is for --chat, which takes each prompt as a user's message")
     if distributed and (calibrate or devices):

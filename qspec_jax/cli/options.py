@@ -108,8 +108,8 @@ def place_of(devices: str | None, *, distributed: bool) -> Place | None:
 
 
 def places_of(devices: list[jax.Device], tensor_parallel: int) -> list[Place]:
-    """Where copies of a model go that are divided over so many devices each: meshes, or devices for 1. Raises InputError where that many
-    are not there, or some would be left over."""
+    """Where copies of a model go, each divided over `tensor_parallel` devices: meshes, or devices for 1. Raises InputError if there are
+    too few devices, or some would be left over."""
     if tensor_parallel == 1:
         return devices
     if len(devices) % tensor_parallel:
@@ -293,9 +293,8 @@ def with_sensitive_layers(settings: DraftSettings | None, sensitive_layers: int)
 
 
 def with_settings(command: Callable) -> Callable:
-    """The command, which has a parameter `model`, with the options of `_settings` in place of its parameter `config`. Its parameter
-    `silent_on_sampling` is whether nothing is to be said of a checkpoint that would sample: its settings are taken, or a temperature is
-    given."""
+    """The command, which has a parameter `model`, with the options of `_settings` instead of its parameter `config`. Its parameter
+    `silent_on_sampling` turns off the line on a checkpoint that would sample: its settings are used, or a temperature is given."""
     own, shared = (list(inspect.signature(function).parameters.values()) for function in (command, _settings))
     source = inspect.Parameter("generation_config", inspect.Parameter.KEYWORD_ONLY, default=Defaults.qspec, annotation=GenerationDefaults)
 

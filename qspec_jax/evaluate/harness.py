@@ -272,7 +272,7 @@ class QspecLM(TemplateLM):
             contexts += contexts[:1] * (min(self.batch_size, 1 << (len(contexts) - 1).bit_length()) - len(contexts))
         scores = score(self.model, contexts, [tokens for _, tokens in rows], [view], **settings)
         return [
-            (math.fsum(scores.logprobs[0, i, : len(tokens)].tolist()), bool(scores.likeliest[0, i, : len(tokens)].all()))
+            (math.fsum(scores.logprobs[0, i, : len(tokens)].tolist()), bool(scores.is_top[0, i, : len(tokens)].all()))
             for i, (_, tokens) in enumerate(batch)
         ]
 

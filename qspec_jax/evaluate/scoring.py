@@ -41,14 +41,14 @@ class Scores:
     Attributes:
         logprobs: natural logarithm of the probability of the real token, at temperature 1.
         divergence: KL(first cache || this one), in nats.
-        agrees: whether the likeliest token is that of the first cache.
-        likeliest: whether the likeliest token is the real one.
+        agrees: whether the most likely token is that of the first cache.
+        is_top: whether the most likely token is the real one.
     """
 
     logprobs: Float[Array, "C B N"]
     divergence: Float[Array, "C B N"]
     agrees: Bool[Array, "C B N"]
-    likeliest: Bool[Array, "C B N"]
+    is_top: Bool[Array, "C B N"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Figures:
         perplexity_change: the perplexity divided by that of the full cache, minus 1.
         bits_per_byte: of the text in UTF-8.
         kl: divergence from the full cache, in nats per token.
-        top1_agreement: share of the tokens for which the likeliest token is that of the full cache.
+        top1_agreement: share of the tokens for which the most likely token is that of the full cache.
     """
 
     perplexity: float

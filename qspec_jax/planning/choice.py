@@ -99,7 +99,7 @@ def choose(setting: Setting, *, context: int | None, batch: int, gamma: int | No
         device = "the lengths of the rows are not known"
     if isinstance(device, str):
         draft, usual = UNKNOWN
-        why = "the default" if gamma is None else "as many as asked for"
+        why = "the default" if gamma is None else "as given"
         gamma = usual if gamma is None else gamma
         return DraftChoice(draft, gamma, f"draft {AUTO}: {draft} with {gamma} drafts a round, {why}, as {device}")
     planner = Planner(setting.model, device, 0, {}, {})

@@ -18,7 +18,7 @@ from qspec_jax.planning.planner import Planner
 from qspec_jax.planning.steps import OutlinedDraft, outlined, own_step
 from qspec_jax.quantization.outline import outline
 
-CACHES = ("full", "int8")  # the baselines' caches; drafts go with the second
+CACHES = ("full", "int8")  # the baselines' caches; drafts read the second
 GAMMAS = (1, 2, 3, 4, 6, 8, 10, 12)
 
 
