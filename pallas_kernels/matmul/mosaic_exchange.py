@@ -8,8 +8,8 @@ was there before.
 Launches take turns with three buffers. Launch n uses buffer n % 3, and fills buffer (n + 2) % 3 of its own device with that NaN:
 
 * It is not read any more: it was read in the launch before, which has ended here.
-* It has not been written to yet: other devices do in their launch n + 2. They begin it once their launch n + 1 has ended, which needs partial sums
-  of this device's launch n + 1; and that one begins after launch n has ended here.
+* It has not been written to yet: other devices do in their launch n + 2. They begin it once their launch n + 1 has ended, which needs
+  partial sums of this device's launch n + 1; and that one begins after launch n has ended here.
 
 So a device may be one launch ahead of another, never two. This holds as long as all devices run the launches that share the memory in the
 same order, as the devices of one program do.
