@@ -1,6 +1,7 @@
 """README and docs: what they show runs or parses, what they name exists, and the README stays short."""
 
 import ast
+import graphlib
 import importlib
 import itertools
 import json
@@ -298,3 +299,34 @@ def imported(path: Path) -> set[str]:
             first, *rest = name.split(".")
             found |= set(rest[:1]) if first == "qspec_jax" else {first}
     return found
+
+
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for folder in ("qspec_jax", "pallas_kernels", "convert")
+    for path in (ROOT / folder).rglob("*.py")
+}
+
+
+def modules_imported(name: str, source: str) -> set[str]:
+    """Modules of ours that the source of one imports, within functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            found |= {each if each in MODULES else node.module for each in names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found & MODULES.keys() - {name}
+
+
+def test_no_circle_of_imports():
+    graph = {name: modules_imported(name, path.read_text()) for name, path in MODULES.items()}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+    planted = {"qspec_jax.errors": modules_imported("qspec_jax.errors", "def f():\n    from qspec_jax.decoding import engine")}
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter(graph | planted).prepare()
+
+
+def test_files_fit_a_sitting():
+    assert {name: lines for name, path in MODULES.items() if (lines := len(path.read_text().splitlines())) > 480} == {}
