@@ -55,7 +55,7 @@ def test_the_table(run, shallow, caplog):
     ("flags", "words"),
     [
         (["--arch", "tiny", "--file", "x"], "leave out --model and --file"),
-        (["--draft", "sparse", "--cache", "full"], "compatible caches are int8"),
+        (["--draft", "sparse", "--cache", "full"], "compatible caches: int8"),
         (["--context", 8190], "exceed the model's 8192 positions"),
         (["--gamma", 0], "--gamma 0 should be from 1"),
         (["--draft", "medusa"], "draft 'medusa' should be one of"),

@@ -141,7 +141,7 @@ def test_a_raw_text_where_messages_are_meant(model, caplog):
     lines = [{"token_ids": [1]}, {"messages": [user("x")]}, {"prompt": f"[user]x{END}"}, {"prompt": "raw"}, {"prompt": "raw too"}]
     read_lines("\n".join(map(json.dumps, lines)).encode(), model, with_template(TEXT), GenerationConfig(max_new_tokens=2), 0)
     (said,) = caplog.messages
-    assert said.startswith("line 4: the checkpoint has a chat template") and "messages in place of prompt" in said
+    assert said.startswith("line 4: the checkpoint has a chat template") and "give messages instead of prompt" in said
 
 
 def test_generate_chat(run, fails, shallow, tmp_path, caplog):

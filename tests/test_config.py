@@ -494,8 +494,8 @@ def test_a_draft_and_a_cache_that_are_not_compatible(draft, refused):
         with pytest.raises(InputError) as error:
             GenerationConfig(draft=draft, cache=cache)
         words = str(error.value)
-        assert words.startswith(f"draft {draft} ") and f"and drafts for cache {cache} quantspec, " in words and "\n" not in words
-        assert ("compatible caches are int8, " in words) == (cache in WITHOUT_GROUPS or "groups" in words)
+        assert words.startswith(f"draft {draft} ") and f"; compatible drafts for cache {cache}: quantspec, " in words and "\n" not in words
+        assert ("compatible caches: int8" in words) == (cache in WITHOUT_GROUPS or "groups" in words)
         assert GenerationConfig(draft=draft, cache=cache, num_speculative_tokens=0).cache == cache  # which never asks the draft
 
 

@@ -67,7 +67,7 @@ def test_the_draft_itself_decides_whether_a_cache_is_compatible():
     """Its text, its settings, and the draft that is made of them are refused alike, and taken alike."""
     for text, cache in (("sparse", "full"), ("exact-topk", "kivi"), ("combine:prompt-lookup+sparse", "full")):
         for draft in (text, parse_draft(text), make_draft(text, model_of())):
-            with pytest.raises(InputError, match=r"compatible caches are int8.*, and drafts for cache"):
+            with pytest.raises(InputError, match=r"compatible caches: int8.*; compatible drafts for cache"):
                 GenerationConfig(draft=draft, cache=cache)
     out = [
         generate(model_of(), PROMPTS, config=with_draft(CONFIG, d))

@@ -353,7 +353,7 @@ def test_options_of_int4_weights_imply_quantspec(run, directory, caplog, option)
     [
         (["generate", "--prompt", "a", "--draft", "auto:budget=1"], "auto has no settings"),
         (["plan", "--max-new-tokens", 8, "--draft", "auto"], "auto is for generate and batch"),
-        (["eval", "acceptance", "--draft", "auto"], "auto is for generate and batch"),
+        (["eval", "acceptance", "--draft", "auto"], "auto chooses a draft for generate and batch; name the drafts"),
     ],
 )
 def test_where_auto_is_refused(fails, directory, command, said):

@@ -10,7 +10,7 @@ from qspec_jax import reports
 from qspec_jax.cli.options import Json
 from qspec_jax.errors import InputError
 
-trainings = typer.Typer(no_args_is_help=True, help="How the models that come with qspec, and those of its figures, are made.")
+trainings = typer.Typer(no_args_is_help=True, help="Train the embedded model and the benchmark model.")
 
 Steps = Annotated[int, typer.Option(min=0, help="The exact number of steps, whatever time they take; 0 goes by the time.")]
 Smoke = Annotated[bool, typer.Option("--smoke", help="A tiny model on a tiny corpus, to see that everything works.")]

@@ -148,8 +148,8 @@ class GenerationConfig:
         # The needs of a draft that is made of others are known once its settings are.
         needed = {name: getattr(settings, "needs", frozenset()) for name, settings in DRAFTS.items()}
         drafts = [name for name, those in needed.items() if isinstance(those, frozenset) and those <= cache.gives]
-        others = f"compatible caches are {', '.join(caches)}, and drafts for cache {self.cache} {', '.join([*drafts, NONE])}"
-        check(False, f"draft {self.draft_name} {does}: {others}")
+        others = f"compatible caches: {', '.join(caches)}; compatible drafts for cache {self.cache}: {', '.join([*drafts, NONE])}"
+        check(False, f"draft {self.draft_name} {does}; {others}")
 
     @property
     def logprobs(self) -> int | None:
