@@ -14,12 +14,12 @@ from pallas_kernels.rope_append import mosaic_gpu as rope_append
 def unsupported(args: AppendAttendArguments) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
     if not isinstance(args.layer, HierarchicalLayer | FullLayer):
-        return "reads groups, and not yet tokens with a scale each"
+        return "reads groups, and does not support TokenCodesLayer"
     if reason := attention.unsupported(args.of_attention) or rope_append.unsupported(args.of_append):
         return reason
-    apart, together = (attention.plan_for(args.of_attention, appends=appends) for appends in (False, True))
-    if dataclasses.replace(together, appends=False) != apart or together.slots < apart.slots:
-        return "leaves attention less room for its ring than rotating and appending before it"
+    separate, fused = (attention.plan_for(args.of_attention, appends=appends) for appends in (False, True))
+    if dataclasses.replace(fused, appends=False) != separate or fused.slots < separate.slots:
+        return "would have fewer slots of the ring than separate launches"
     return None
 
 

@@ -1,6 +1,6 @@
 """Views: what one pass of a model reads of a layer's cache. They are pytrees, so that a jitted pass takes new lists without compiling.
 
-Attributes of every view:
+Attributes of every `View`:
     planes: 1: the upper 4-bit plane of a quantized region; 2: both planes; None: full precision.
     observed: whether the pass also finds the attention mass of each group.
 """
@@ -24,7 +24,7 @@ class DenseView:
 class ListedGroups:
     """The upper plane of some groups of the quantized region, and the whole buffer of recent tokens.
 
-    Nothing outside the row's KV head is ever read, whatever is in the lists. A count below 0 is taken as 0, one above n as n. In a layer of
+    Numbers out of range are clamped, so that no other memory is read: a count below 0 is taken as 0, one above n as n. In a layer of
     C groups, a number below 0 means group 0 and one above C - 1 means group C - 1. A group that is listed twice weighs twice. A group that
     is not quantized yet is read with undefined contents, and the result is then no attention over the row.
 
@@ -64,8 +64,8 @@ class LargestMass:
     that all keys are read first, so this view measures what a choice could be worth, and saves nothing.
 
     Attributes:
-        count: of groups or tokens that are read in a row.
-        whole_groups: groups, or else single tokens.
+        count: the number of groups or tokens that are read, for each row of the batch.
+        whole_groups: whether groups are chosen; False: single tokens.
     """
 
     planes: ClassVar[int] = 1
@@ -79,7 +79,7 @@ class LargestMass:
 class HeldKeys:
     """The keys of those tokens that a draft holds in a cache of its own, as they were taken from the target's cache.
 
-    No pass reads a cache through it: it is for measurements of such a draft, as views are for those of others.
+    No pass reads a cache through it: it is for measurements of such a draft.
 
     Attributes:
         keys: the first count[b] rows are held, in any order, without those of the current round.

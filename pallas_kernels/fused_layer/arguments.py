@@ -1,4 +1,4 @@
-"""What lies between two attentions, as the implementations get it."""
+"""The arguments of `between_attentions` as one tuple, from the operation to its implementations."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from pallas_kernels.formats.weights import Weight
 
 
 class LayerArguments(NamedTuple):
-    """The arguments of `pallas_kernels.fused_layer.between_attentions`."""
+    """The arguments of `pallas_kernels.fused_layer.between_attentions`, which documents them."""
 
     x: Float[Array, "*rows D"]
     attended: Float[Array, "*rows channels"]

@@ -1,7 +1,7 @@
 """All that lies between two attentions in one launch, on NVIDIA Hopper in Pallas Mosaic GPU, for the few rows of a draft step.
 
-It runs four stages of the INT4 matmul, and every multiprocessor one block from beginning to end. One kernel after the other would leave
-the memory idle whenever one ends and the next begins.
+Each multiprocessor runs one block through all four stages of the INT4 matmul. Separate kernels would leave the memory idle whenever one
+ends and the next begins.
 
 Blocks wait for what others hand over (docs/kernels/fused-layer.md). They draw their work in the order in which
 it can be done (matmul/mosaic_block.py). So however few blocks run at once, all come to an end, and launches that do not depend on each
@@ -29,7 +29,7 @@ from pallas_kernels.matmul.mosaic_plan import COUNTER_WORDS, MATH_WARPS, MIN_SLO
 
 MAX_ROWS = 8
 MAX_DEVICES = 8  # GPUs of a usual Hopper server
-MAX_PIECES = 8  # of the residual stream that a thread keeps in registers, with the norm's weight
+MAX_PIECES = 8  # pieces of NUMBERS values of the residual stream that a thread holds in registers, with the norm's weight
 
 
 def unsupported(args: LayerArguments) -> str | None:
@@ -74,6 +74,7 @@ def num_devices_of(axis: str | None) -> int:
 def plan_for(
     rows: int, o: Int4Weight, gate: Int4Weight, down: Int4Weight, following: Sequence[Int4Weight], eps: float, num_devices: int = 1
 ) -> Plan:
+    """The four stages of a layer for this number of rows, or three after the last layer, which has none following."""
     several = num_devices > 1
     stages = [
         Stage(o.codes.shape[1], o.shape[:1], partial=several),
@@ -109,7 +110,7 @@ def _table(plan: Plan, axis: str) -> UInt32[Array, "devices_and_1 2"]:
 
 
 def empty_handoff(plan: Plan) -> Array:
-    """A handoff buffer from which no ticket is drawn, and in which no number is there."""
+    """A fresh handoff buffer: the counter of tickets is 0, and all other words are ABSENT."""
     from pallas_kernels.gpu.ptx import ABSENT
 
     # Not a constant, which would be as large in the program and copied each time.
@@ -129,8 +130,13 @@ def run(
 ) -> tuple[Array, Array, Array]:
     """One launch: the residual stream, the last stage's outputs, and the next launch's handoff buffer.
 
-    norms: one for each stage that has one. weights: those of every stage. handoff: used up; the last result takes its place. table: of the
-    devices, if there are several, for `mosaic_exchange.Exchange`.
+    Args:
+        plan: of these shapes.
+        x, attended: the residual stream, and the attended values.
+        norms: one for each stage that has one.
+        weights: those of every stage.
+        handoff: consumed; use the returned one.
+        table: the devices' addresses for `mosaic_exchange.Exchange`; None for one device.
     """
     from pallas_kernels.matmul import mosaic_block
 

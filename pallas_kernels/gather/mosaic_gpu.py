@@ -4,7 +4,7 @@ XLA's own kernel for a gather writes what it read to host memory, from where it 
 three times instead of once. XLA gives a kernel the address of an array in host memory (seen in jax 0.11), so that this one can read it.
 
 On some machines address translation limits reading: the address of each token has to be translated, probably by the machine's IOMMU,
-which looks up the page that it is in. That is faster where the reads that are under way together are of a narrow region. So a token's key
+which looks up its page. The lookup is faster when outstanding reads fall in a narrow region. So a token's key
 and value are adjacent in memory, and the warps interleave. Tokens are divided into lines, of up to 512 bytes. All warps go through one list
 of lines, in the order of `positions`: in each trip of its loop a warp reads a few lines, the next warp those after them, and the next trip
 of the first warp begins after the last warp's.
@@ -29,11 +29,11 @@ from pallas_kernels.gpu.launch import launch
 
 PIECE = 16  # bytes that a lane reads at a time
 LINE = 32 * PIECE  # bytes of a line, at most: what the lanes of a warp read with one load each
-SHARE = 32  # one of SHARE multiprocessors has a block of this kernel, and no registers left for another kernel's
+MULTIPROCESSORS_PER_BLOCK = 32  # one of these has a block of this kernel, and no registers left for another kernel's
 WARPS = 32  # of a block: the most that there can be
 AT_ONCE = 2  # loads that a lane has under way at the same time, all of one trip
-# Tokens of a KV head that are on the device already. With more, the kernel reads all tokens from the store: comparing would take
-# longer, by an estimate.
+# The largest number of tokens of a KV head that are compared with those already on the device; with more, all are read from the store,
+# because comparing would take longer, by an estimate.
 MAX_FETCHED = 128
 
 
@@ -42,10 +42,10 @@ class Plan:
     """What the kernel does, by shapes and the device alone.
 
     Attributes:
-        blocks: of the launch.
-        positions: all positions, B K n.
-        n: positions of each KV head of a row.
-        size: tokens that a KV head has in the store.
+        blocks: the number of blocks launched.
+        positions: the number of all positions, B K n.
+        n: the number of positions of each KV head of a row.
+        size: the number of tokens that a KV head has in the store.
         token_bytes: bytes of a key and a value.
         fetched: tokens of a KV head that are on the device already.
     """
@@ -91,7 +91,7 @@ class Plan:
 
 def occupied() -> int:
     """Multiprocessors on which there is no room for another kernel's blocks while this one runs: one for each of its blocks."""
-    return max(1, multiprocessors() // SHARE)
+    return max(1, multiprocessors() // MULTIPROCESSORS_PER_BLOCK)
 
 
 def unsupported(store: Array, positions: Array, fetched: Replaced | None) -> str | None:

@@ -10,15 +10,20 @@ from pallas_kernels.formats.token_codes import Replaced
 
 
 def gather_tokens(store: Float[Array, "B K S 2 H"], positions: Int[Array, "B K n"], fetched: Replaced | None) -> Float[Array, "B K n 2 H"]:
-    """See `pallas_kernels.gather.gather_tokens`. Reads all of them from the store."""
+    """See `pallas_kernels.gather.gather_tokens`. Ignores `fetched`."""
     return taken(store, positions)
 
 
 def taken(
     store: Float[Array, "B K S *rest"], rows: Int[Array, "#R #K T"], batch_rows: Int[Array, "R"] | None = None
 ) -> Float[Array, "R K T *rest"]:
-    """A copy on the device of rows of an array that may be in host memory, by XLA's gather. rows: numbers along axis 2. batch_rows: rows of
-    the batch to read; all by default."""
+    """A copy on the device of some positions of an array that may be in host memory, by XLA's gather.
+
+    Args:
+        store: the array.
+        rows: the positions, along axis 2.
+        batch_rows: the rows of the batch to read; all by default.
+    """
     B, K, S, *rest = store.shape
     rows = jnp.clip(rows, 0, S - 1)
     if jax.typeof(store).memory_space != jax.memory.Space.Host:
@@ -26,7 +31,7 @@ def taken(
     of_batch = jnp.arange(B) if batch_rows is None else batch_rows
     places = of_batch[:, None, None], jnp.arange(K)[:, None], rows
     at = jnp.stack(jnp.broadcast_arrays(*(x.astype(jnp.int32) for x in places)), -1)
-    # A bare gather on indices that are made on the device, so that the computing of indices is not done in host memory.
+    # lax.gather directly, on indices that are made on the device, so that the computing of indices is not done in host memory.
     offsets = tuple(range(3, store.ndim))
     each = lax.GatherDimensionNumbers(offset_dims=offsets, collapsed_slice_dims=(0, 1, 2), start_index_map=(0, 1, 2))
     found = lax.gather(

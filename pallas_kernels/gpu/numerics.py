@@ -70,7 +70,7 @@ def largest_positive(pairs: Sequence[Value]) -> Value:
 
 
 def nibble_masks(zero: Value) -> tuple[Value, Value]:
-    """The masks of `unpack`, made from a zero that the compiler does not know to be one: it would load constants again at every use."""
+    """The masks of `unpack`, made from a runtime zero, which the compiler cannot fold: it would load constants again at every use."""
     return zero ^ 0x000F000F, zero ^ 0x00F000F0
 
 
@@ -101,8 +101,8 @@ NIBBLES_DIVISOR = 2.0**32  # of `nibbles_to_bf16`
 
 
 def nibble_factors(scale: Value, zero: Value) -> tuple[Value, Value, Value]:
-    """What `nibbles_to_bf16` needs of a scale and a zero, each of them twice in a pair of bfloat16: two factors, for low and for high
-    nibbles, and the zero. Scales must be below 2^26."""
+    """What `nibbles_to_bf16` needs of a scale and a zero, each duplicated in both halves of a pair of bfloat16: two factors, for low and
+    for high nibbles, and the zero. Scales must be below 2^26."""
     return tuple(times_power(x, power) for x, power in ((scale, 133 - 32), (scale, 129 - 32), (zero, -32)))
 
 
@@ -157,8 +157,8 @@ def fma(a: Value, b: Value, c: Value) -> Value:
 
 def dot(tiles: Sequence[Sequence[Value]], weights: Sequence[Sequence[Value]], column: int, start: Value) -> Value:
     """start plus one of this lane's two columns of accumulator tiles (entries column, column + 2), times weights [tile][row], summed."""
-    for tile, pair in zip(tiles, weights):
-        for x, weight in zip(tile[column::2], pair):
+    for tile, rows in zip(tiles, weights):
+        for x, weight in zip(tile[column::2], rows):
             start = fma(x, weight, start)
     return start
 

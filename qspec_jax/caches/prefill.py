@@ -1,7 +1,7 @@
 """Prefill: full-precision attention over the prompt, layer by layer, so that one layer's keys and values are alive at a time.
 
-Within a layer the prompt is worked on in chunks: memory grows linearly with its length (a few hidden states and one layer's K/V). That
-is so on a GPU; for a CPU XLA orders the layers' operations otherwise, and keeps several alive.
+Within a layer the prompt is worked on in chunks: on a GPU memory grows linearly with its length, by a few hidden states and the keys and
+values of one layer. For a CPU XLA orders operations differently, and keeps those of several layers alive.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,13 @@ def prefill(
 ) -> tuple[Float[Array, "B V"], Cache] | tuple[Float[Array, "B V"], Cache, tuple[Float[Array, "B Q N H"], ...]]:
     """Logits after the last token of each prompt, and the cache that holds the prompts.
 
-    tokens: prompts of n[b] tokens padded on the right to S, a `bucket`. cache: empty. queries: if it is not 0, also returns for each layer
-    the queries after RoPE of this number of last tokens of each prompt, the last one in the last row, and zeros before a prompt's first.
+    Args:
+        model: the target.
+        tokens: prompts of n[b] tokens, padded on the right to S, the bucket of the longest.
+        n: tokens of each prompt.
+        cache: an empty one.
+        queries: if it is not 0, also returns for each layer the queries after RoPE of this number of last tokens of each prompt, the last
+            one in the last row, and zeros before a prompt's first.
     """
     x, angles = embedded(model, tokens, n)
     x, layers, last_queries = through_layers(model.layers, angles, x, n, cache, nope=model.config.nope_layers, queries=queries)
@@ -35,7 +40,7 @@ def prefill(
 def embedded(
     model: Llama, tokens: Int[Array, "B S"], n: Int[Array, "B"]
 ) -> tuple[Float[Array, "B S D"], tuple[Float[Array, "B S half"], Float[Array, "B S half"]]]:
-    """Where prefill begins: the hidden states before the first layer, and the tokens' cosines and sines. Arguments as of `prefill`."""
+    """Embeds the prompts: the hidden states before the first layer, and the tokens' cosines and sines. Arguments as of `prefill`."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return model.embed(tokens), model.cos_sin(positions, jnp.broadcast_to(n[:, None], tokens.shape))
 
@@ -66,18 +71,18 @@ def through_layers(
     for i, block in enumerate(blocks):
         q, k, v = by_chunks(block.before_attention, x, *(unrotated(*angles) if i in nope else angles))
         cache_queries = min(cache.prompt_queries, q.shape[1])
-        # The attended values overwrite the queries. Without this barrier XLA may slice the last queries after that, from a copy of all; and
-        # when it estimates that memory is short, only at the end, holding those of all layers until then (jax 0.11).
+        # The attended values overwrite the queries. Without this barrier XLA may slice the last queries after that, which forces a copy of
+        # all queries; and when it estimates that memory is short, only at the end, holding those of all layers until then (jax 0.11).
         q, last = lax.optimization_barrier((q, _last(q, n, max(queries, cache_queries))))
         attended = attend_prompt(q, k, v)
         x = replaced(block.after_attention, x, attended, parts=equal_parts(x.shape[1], CHUNK_TOKENS))
         # Without this barrier XLA would quantize before it attends where codes go to host memory, and hold what both need at once.
         x, k, v = lax.optimization_barrier((x, k, v))
-        # The next barrier makes XLA quantize this layer before it works on the next.
-        prompt = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), n
+        fill_args = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), n
         if cache_queries:
-            prompt += (last[:, last.shape[1] - cache_queries :],)
-        x, layer = lax.optimization_barrier((x, cache.fill(i, *prompt)))
+            fill_args += (last[:, last.shape[1] - cache_queries :],)
+        # This barrier makes XLA quantize this layer before it works on the next.
+        x, layer = lax.optimization_barrier((x, cache.fill(i, *fill_args)))
         layers.append(layer)
         if queries:
             last_queries.append(last[:, last.shape[1] - queries :])

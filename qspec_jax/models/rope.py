@@ -1,7 +1,7 @@
 """Rotary position embedding: default, linear, dynamic NTK, YaRN, LongRoPE and Llama 3 frequencies.
 
-Dynamic and longrope frequencies depend on the length of a token's sequence. Here that length is given for each token: its position + 1
-while decoding, the whole prompt's length in prefill, as in transformers.
+Dynamic and longrope frequencies depend on the length of a token's sequence. `lengths` holds it for each token: its position + 1 while
+decoding, the whole prompt's length in prefill, as in transformers.
 """
 
 import math
@@ -30,6 +30,7 @@ def unrotated(cos: Float[Array, "*b half"], sin: Float[Array, "*b half"]) -> tup
 
 
 def _inverse_frequencies(rope: RopeConfig, head_dim: int, max_positions: int, lengths: Array) -> Array | np.ndarray:
+    """The angle per position of each pair of channels, in radians, [half], or [B, T, half] if it depends on the lengths."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     periods = np.float32(rope.rope_theta) ** exponents
     plain = 1.0 / periods
@@ -50,15 +51,15 @@ def _inverse_frequencies(rope: RopeConfig, head_dim: int, max_positions: int, le
             return jnp.where(lengths[..., None] > rope.original_max_position_embeddings, long, short)
         case "llama3":
             return _llama3(rope, plain)
-    raise AssertionError(rope.rope_type)
+    raise AssertionError(f"rope type {rope.rope_type} has no frequencies; `RopeConfig` should have refused it")
 
 
 def _yarn(rope: RopeConfig, head_dim: int, plain: np.ndarray) -> np.ndarray:
     """YaRN frequencies (arXiv 2309.00071, section 3.2): interpolated for slow channels, unchanged for fast ones."""
 
     def channel(rotations: float) -> float:
-        turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
-        return head_dim * math.log(turns) / (2 * math.log(rope.rope_theta))
+        wavelength = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(rope.rope_theta))
 
     low, high = channel(rope.beta_fast), channel(rope.beta_slow)
     if rope.truncate:

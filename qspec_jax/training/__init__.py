@@ -1,1 +1,1 @@
-"""How the embedded model and the benchmark's model are trained, and on what."""
+"""The trainer, the recipes and the corpus of the embedded model and the benchmark model."""
