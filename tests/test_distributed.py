@@ -87,7 +87,7 @@ def test_one_without_the_checkpoint(both, directory, tmp_path):
     command = lambda model: ["generate", "--model", model, "--prompt", "a"]
     found = both(*command(directory), of_second=command(tmp_path / "nothing"))
     assert [code for code, _, _ in found] == [2, 2]
-    assert "process 1 has failed" in found[0][2] and str(tmp_path / "nothing") in found[1][2]
+    assert "process 1 failed; see its standard error" in found[0][2] and str(tmp_path / "nothing") in found[1][2]
 
 
 def test_other_options(both, directory):
