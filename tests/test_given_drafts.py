@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from runs import random_model, random_prompts, with_draft
 
-from qspec_jax import GenerationConfig, InputError, generate, stream
+from qspec_jax import GenerationConfig, InputError, generate, prepare, stream
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.limits import make_limits
@@ -82,6 +82,15 @@ def test_draws_want_a_key(call):
         call(config=dataclasses.replace(CONFIG, temperature=0.5))
     with pytest.raises(InputError, match="a sampler of your own draws, so key should be given"):
         call(config=CONFIG, sampler=Greedy())
+    with pytest.raises(InputError, match="a sampler of your own draws, so key should be given"):
+        generate(model_of(), prepare(model_of(), PROMPTS, config=CONFIG), sampler=Greedy())
+
+
+def test_what_is_prepared_is_for_its_model():
+    prepared = prepare(model_of(), PROMPTS, config=CONFIG)
+    for call in (generate, run_batch):
+        with pytest.raises(InputError, match="were prepared for another model"):
+            call(random_model(jnp.float32, num_hidden_layers=1), prepared)
 
 
 def test_what_is_no_sampler_is_refused():

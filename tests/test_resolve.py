@@ -95,6 +95,8 @@ def test_sparse_is_left_out_where_its_verifications_have_no_kernel():
         (dataclasses.replace(setting(), lacking=(("mosaic_gpu", "needs a newer jax"),)), "of mosaic_gpu, which needs a newer jax"),
         (setting(dataclasses.replace(LLAMA_8B, head_dim=96)), "a head_dim of 96"),
         (setting(cache=CacheConfig(group_size=8)), "groups of 8 tokens"),
+        (setting(cache=CacheConfig.parse("int8:host=lower")), "no costs are stored for the int8:host=lower cache"),
+        (setting(cache=CacheConfig.parse("full:host=all")), "no costs are stored for the full:host=all cache"),
     ],
     ids=lambda value: None,
 )

@@ -71,6 +71,8 @@ def run_batch(
     if isinstance(requests, Prepared):
         if tokenizer is not None:
             raise InputError("tokenizer should be given to `prepare`, since these requests are prepared already")
+        if requests.model is not model:
+            raise InputError("the requests were prepared for another model")
         prepared = requests
     else:
         requests = list(requests)

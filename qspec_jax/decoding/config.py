@@ -177,8 +177,9 @@ class GenerationConfig:
 
     @property
     def draft_name(self) -> str:
-        """The draft as messages and reports call it: its text, or the name of its class."""
-        return self.draft if isinstance(self.draft, str) else type(self.draft).__name__
+        """The draft as messages and reports call it: its text, the name of its settings' draft, or the name of its class."""
+        named = next((name for name, settings in DRAFTS.items() if settings is type(self.draft)), type(self.draft).__name__)
+        return self.draft if isinstance(self.draft, str) else named
 
     @property
     def cache_config(self) -> CacheConfig:

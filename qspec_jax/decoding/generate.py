@@ -180,7 +180,7 @@ def _prepared(model: Llama, prompts: Any, config: GenerationConfig | None, key: 
 def _check_sampler(sampler: Sampler | None, key: Key[Array, ""] | None, prompts: Any) -> None:
     if not (sampler is None or hasattr(sampler, "verify")):
         raise InputError(f"sampler should have the methods of qspec_jax.decoding.sampling.Sampler, and {sampler!r:.60} has not")
-    if sampler is not None and key is None and not isinstance(prompts, Prepared):
+    if sampler is not None and not (prompts.keyed if isinstance(prompts, Prepared) else key is not None):
         raise InputError("a sampler of your own draws, so key should be given, such as jax.random.key(0)")
 
 

@@ -103,7 +103,7 @@ def does_not_fit(config: LlamaConfig, settings: GenerationConfig, prompt_tokens:
         device, room = f"{devices} x {device}", room and room * devices
     many, fewer = ("a prompt", "") if rows == 1 else (f"{rows} prompts", ", or fewer at a time")
     asked = f"{many} of {prompt_tokens:,} tokens and {settings.max_new_tokens:,} new ones"
-    if room is None or settings.cache_config.kind not in ("full", "int8"):  # of which the arithmetic knows
+    if room is None or settings.cache_config.name not in ("full", "int8"):  # of which the arithmetic knows
         return f"{asked}: the memory of {device} is too small; give a shorter prompt{fewer}"
     found = fit(config, settings, prompt_tokens, rows=rows, room=room)
     if not found.short:  # what others hold, or what the arithmetic leaves out

@@ -39,6 +39,7 @@ class Prepared:
         requests: each with token ids, its complete settings and its key.
         draft: None where none of them drafts.
         tokenizer: of the texts; None if there is none.
+        keyed: whether the keys of the draws were given; without one, prompts have the keys of seed 0, and nothing may be drawn.
     """
 
     model: Llama
@@ -46,6 +47,7 @@ class Prepared:
     requests: tuple[Request, ...]
     draft: Draft | None
     tokenizer: Any = None
+    keyed: bool = True
 
     @property
     def prompts(self) -> list[Sequence[int]]:
@@ -112,7 +114,9 @@ def prepare(
     if isinstance(requests, str) or (isinstance(requests, Sequence) and len(requests) and isinstance(requests[0], numbers.Integral)):
         requests = [requests]
     found = list(requests) if isinstance(requests, Iterable) else requests
+    keyed = key is not None
     if isinstance(found, list) and found and all(isinstance(request, Request) for request in found):
+        keyed = True
         if key is not None:
             raise InputError("key is for prompts; each request has a key of its own")
         found = _checked_requests(model, found, tokenizer)
@@ -131,7 +135,7 @@ def prepare(
     for i, (length, each) in enumerate(zip(lengths, configs, strict=True)):
         check_draft_room(draft, f"prompt {i}", length, each.max_new_tokens)
     settled = (dataclasses.replace(request, config=each) for request, each in zip(found, configs, strict=True))
-    return Prepared(model, config, tuple(settled), draft, tokenizer)
+    return Prepared(model, config, tuple(settled), draft, tokenizer, keyed)
 
 
 def _requests_of(model: Llama, prompts: Any, config: GenerationConfig, key: Key[Array, ""] | None, tokenizer: Any) -> list[Request]:

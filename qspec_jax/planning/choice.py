@@ -69,8 +69,8 @@ class Setting:
             return f"stored costs are those of bfloat16, not of {self.dtype}"
         if self.model.head_dim not in HEAD_DIMS:
             return f"stored costs are those of kernels, which there are none of for a head_dim of {self.model.head_dim}"
-        if self.cache.kind not in ("full", "int8"):
-            return f"no costs are stored for the {self.cache.kind} cache"
+        if self.cache.name not in ("full", "int8"):
+            return f"no costs are stored for the {self.cache.name} cache"
         size = self.cache.group_size_for(self.model.head_dim)
         if self.cache.kind != "full" and size not in GROUP_SIZES:
             return f"stored costs are those of kernels, which there are none of for groups of {size} tokens"

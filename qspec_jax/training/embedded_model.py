@@ -105,7 +105,8 @@ def run(
     report = dataclasses.replace(trainer.report(directory), held_out_bits_per_byte=bits)
     with writing(f"--output {directory}"):
         size = save_model(trainer.params, recipe.model, directory, max_bytes=MAX_FILE_BYTES)
-        draw_loss_curve(directory / "loss_curve.png", done, s.batch * s.context, bytes_per_token)
+        if len(done.held_out) > 1:  # else time was over before the first evaluation
+            draw_loss_curve(directory / "loss_curve.png", done, s.batch * s.context, bytes_per_token)
         record = dataclasses.asdict(report) | {
             "settings": dataclasses.asdict(s),
             "command": {"seconds": seconds, "total_seconds": total_seconds, "steps": steps, "smoke": smoke},
