@@ -109,7 +109,7 @@ def test_what_the_kernel_does_not_take(monkeypatch):
     # New rows of 16 tokens would take a slot of the ring.
     room = lambda case, planes: mosaic_gpu.unsupported(AppendAttendArguments(*problem(case, planes, False)[0], DenseView(planes)))
     wide = Case(16, 16, 4, 256, group_size=128, capacity=1, groups=(1,))
-    assert "less room" in room(wide, 2)
+    assert "fewer slots of the ring" in room(wide, 2)
 
 
 def test_a_view_that_does_not_fit_is_refused():
