@@ -32,7 +32,7 @@ def test_groups_are_chosen_by_mass_and_age():
         (7, dict(budget=0.5, newest=1.0, min_groups=2), [0, 4, 5, 6]),
         (7, dict(budget=0.01, newest=0.5, min_groups=2), [0, 6]),
         (7, dict(budget=0.01, newest=0.5, min_groups=1), [0]),
-        (7, dict(budget=3 * G + 1, newest=0.5, min_groups=1), [0, 2, 5, 6]),  # as many groups as have so many tokens
+        (7, dict(budget=3 * G + 1, newest=0.5, min_groups=1), [0, 2, 5, 6]),  # the number of groups that hold these tokens
         (5, dict(budget=1.0, newest=0.5, min_groups=2), [0, 1, 2, 3, 4]),
         (1, dict(budget=0.5, newest=0.5, min_groups=2), [0]),
         (0, dict(budget=0.5, newest=0.5, min_groups=2), []),

@@ -127,7 +127,7 @@ def test_one_of_many_rows_depends_on_no_other():
     multiply = lambda x: np.asarray(at_once(wide_matmul.run)(WidePlan(len(x), 4, (64,), 1, WideConfig(1, 1)), x, [weight]))
     together = multiply(x)
     np.testing.assert_array_equal(multiply(x[-9:]), together[-9:])
-    for row, spoilt in ((2, jnp.nan), (16, jnp.inf)):  # the last stands for those that a tile has no activations for
+    for row, spoilt in ((2, jnp.nan), (16, jnp.inf)):  # the last is one of those that a tile has no activations for
         y = multiply(x.at[row, 9].set(spoilt))
         assert not np.isfinite(y[row].astype(np.float32)).any()
         np.testing.assert_array_equal(np.delete(y, row, 0), np.delete(together, row, 0))
