@@ -33,9 +33,9 @@ def generated(model, prompts: list[list[int]], **settings) -> list[list[int]]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"method": "quantspec"},
-        {"method": "autoregressive", "cache": "int8"},
-        {"method": "autoregressive"},
+        {"draft": "quantspec"},
+        {"draft": "none", "cache": "int8"},
+        {"draft": "none"},
         # Lists that observation chooses, of few groups, so that they change; and 13 tokens in a verification.
         {"draft": "sparse:budget=0.25,min_groups=2", "num_speculative_tokens": 7},
         {"draft": "h2o:budget=0.25,min_groups=2", "num_speculative_tokens": 12},
@@ -51,7 +51,7 @@ def test_greedy_tokens_are_the_targets_but_for_ties(settings, monkeypatch):
     plain = ("append_attend", "attention", "flush", "rope_append")
     monkeypatch.setattr(dispatch, "KERNELS", tuple(kernel for kernel in dispatch.KERNELS if kernel.operation not in plain))
     reference = generated(model, prompts, **settings)
-    scheme = None if settings == {"method": "autoregressive"} else "int8_first"
+    scheme = None if settings == {"draft": "none"} else "int8_first"
     for rows in (with_kernels, reference):
         logits = np.stack(target_logits(model, prompts, rows, group_size=128, scheme=scheme))
         below = logits.max(-1) - np.take_along_axis(logits, np.array(rows)[..., None], -1)[..., 0]
