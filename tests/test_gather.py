@@ -8,7 +8,7 @@ from gpus import gpu
 from simulated_gpu import launch
 from simulated_ptx import at_once, simulate
 
-from pallas_kernels.formats.token_codes import Replaced
+from pallas_kernels.formats.token_codes import FullTokens
 from pallas_kernels.gather import gather_tokens, mosaic_gpu, reference
 
 IN_HOST = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
@@ -54,7 +54,7 @@ def test_by_the_kernel(monkeypatch, B, K, S, H, n, dtype):
     np.testing.assert_array_equal(mosaic_gpu.gather_tokens(store, positions, None), expected(store, positions))
     r = np.random.default_rng(0)
     before = r.permuted(np.broadcast_to(np.arange(-1, S), (B, K, S + 1)), axis=2)[:, :, : S // 2]
-    fetched = Replaced(jnp.asarray(before, jnp.int32), jnp.asarray(r.standard_normal((B, K, S // 2, 2, H)), dtype))
+    fetched = FullTokens(jnp.asarray(before, jnp.int32), jnp.asarray(r.standard_normal((B, K, S // 2, 2, H)), dtype))
     found, wanted = mosaic_gpu.gather_tokens(store, positions, fetched), np.array(expected(store, positions))
     for b, j, i in np.ndindex(B, K, n):
         (place,) = np.nonzero(before[b, j] == np.asarray(positions)[b, j, i])
@@ -69,6 +69,6 @@ def test_by_the_kernel(monkeypatch, B, K, S, H, n, dtype):
 def test_on_a_gpu():
     store, positions = problem(3, 4, 500, 128, 64, jnp.bfloat16)
     in_host = jax.device_put(store, IN_HOST)
-    fetched = Replaced(positions[:, :, ::2] + 1, jax.jit(lambda store, at: gather_tokens(store, at))(in_host, positions[:, :, ::2] + 1))
+    fetched = FullTokens(positions[:, :, ::2] + 1, jax.jit(lambda store, at: gather_tokens(store, at))(in_host, positions[:, :, ::2] + 1))
     found = jax.jit(lambda *args: gather_tokens(*args, implementation="mosaic_gpu"))(in_host, positions, fetched)
     np.testing.assert_array_equal(np.asarray(found, np.float32), expected(store.astype(jnp.float32), positions))

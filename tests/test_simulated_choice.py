@@ -24,9 +24,9 @@ def simulated(monkeypatch):
 def problem(
     quantized: list[int], kv_heads: int, S: int, N: int, n: int, *, splits: int = 3, rows: int = 0, levels: int = 0, less: int = 0
 ) -> dict:
-    """What is found, and the arguments of `mosaic_choice.chosen` but k: a quarter of what may be replaced is not. rows: query rows besides
-    the last token's. levels: each share is one of so many powers of two, times the heads, so that
-    many are equal. less: shares are 2^-less times as large."""
+    """What is found, and the arguments of `mosaic_choice.choose_tokens` but k: a quarter of what may be replaced is not. rows: query rows
+    besides the last token's. levels: each share is one of so many powers of two, times the heads, so that many are equal. less: shares are
+    2^-less times as large."""
     r = np.random.default_rng(S + N + n)
     B, K = len(quantized), kv_heads
     relative_to = r.integers(-40, -8, (B, K, S // TILE, N)).astype(np.float32)
@@ -79,7 +79,7 @@ def shares(weights, relative_to, top, total, replaced_logits, positions, quantiz
 
 def chosen(arguments: dict, k: int) -> np.ndarray:
     found = {name: x for name, x in arguments.items() if name not in ("positions", "quantized")}
-    return np.array(mosaic_choice.chosen(found, arguments["positions"], arguments["quantized"], k))
+    return np.array(mosaic_choice.choose_tokens(found, arguments["positions"], arguments["quantized"], k))
 
 
 def check(arguments: dict, k: int, *, exact: bool) -> None:

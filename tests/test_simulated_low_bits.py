@@ -22,7 +22,7 @@ import pallas_kernels.gather.mosaic_gpu as gather
 import pallas_kernels.replaced_attention.mosaic_gpu as replaced_attention
 from pallas_kernels.attention import mosaic_low_bits_plan
 from pallas_kernels.formats.low_bits import LowBits
-from pallas_kernels.formats.token_codes import Replaced
+from pallas_kernels.formats.token_codes import FullTokens
 from pallas_kernels.gpu import ptx
 from pallas_kernels.replaced_attention.arguments import ReplacedArguments
 
@@ -96,7 +96,7 @@ def test_what_lies_where_no_token_is_replaced_does_not_matter(few_tokens):
     q, layer, lengths = random_codes(1, 1, 2, 1, 128, 32, sizes=SMALL)
     positions = jnp.full((4, 1, 16), -1, jnp.int32).at[2, 0, 3].set(7)
     keys, values = (jnp.full((4, 1, 16, 128), jnp.nan, jnp.bfloat16).at[2, 0, 3].set(1) for _ in range(2))
-    attended, share = attend_replaced(q, layer, lengths, Replaced(positions, jnp.stack([keys, values], 3)))
+    attended, share = attend_replaced(q, layer, lengths, FullTokens(positions, jnp.stack([keys, values], 3)))
     assert np.isfinite(np.asarray(attended, np.float32)).all() and not np.isnan(share).any()
 
 
@@ -107,7 +107,7 @@ def test_a_query_whose_logits_overflow_leaves_no_replaced_token_to_others(few_to
     # Known to lanes that work for these two queries alone.
     at = np.array([65, 70, 76, 92])
     positions = jnp.full((4, 1, 16), -1, jnp.int32).at[2, 0, ::4].set(at)
-    replaced = Replaced(positions, jnp.ones((4, 1, 16, 2, 128), jnp.bfloat16))
+    replaced = FullTokens(positions, jnp.ones((4, 1, 16, 2, 128), jnp.bfloat16))
     found = low_bits.run(low_bits.Plan.of(q, layer, 16), q, lengths, layer, replaced)
     weights = np.asarray(found["weights"][2, 0, :416, 1], np.float32)
     assert np.isfinite(weights).all() and not weights[at].any() and weights[64:96].any()
@@ -133,7 +133,7 @@ def test_attention_leaves_multiprocessors_to_fetching(monkeypatch):
         monkeypatch.setattr(module, "multiprocessors", lambda: 132)
     monkeypatch.setattr(low_bits, "run", run)
     q, layer, lengths = random_codes(1, 1, 33, 33, 128, 64, sizes=LARGE._replace(codes=64))
-    none = Replaced(jnp.full((4, 33, 16), -1, jnp.int32), jnp.zeros((4, 33, 16, 2, 128), jnp.bfloat16))
+    none = FullTokens(jnp.full((4, 33, 16), -1, jnp.int32), jnp.zeros((4, 33, 16, 2, 128), jnp.bfloat16))
     with pytest.raises(InterruptedError):
         low_bits.decode_attention(q, layer, lengths)
     with pytest.raises(InterruptedError):

@@ -14,10 +14,10 @@ from pallas_kernels.attention import decode_attention
 from pallas_kernels.attention.reference import attend_replaced
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.low_bits import LowBits
-from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
+from pallas_kernels.formats.token_codes import FullTokens, TokenCodesLayer
 from pallas_kernels.formats.views import FULL_PRECISION
-from pallas_kernels.gather import taken
-from pallas_kernels.replaced_attention.choice import largest
+from pallas_kernels.gather import gather_positions
+from pallas_kernels.replaced_attention.choice import top_k
 from qspec_jax.bench import timing
 from qspec_jax.caches import specache as specache_cache
 from qspec_jax.caches.prefill import prefill
@@ -57,7 +57,7 @@ def test_attention_by_hand():
         positions = np.array([[[3, 7, -1], [0, 3, 11]]])
         lengths = Lengths(jnp.array([8]), jnp.array([4]))  # position 11 is not there: only the caller's choice would put it there
         tokens = [np.take_along_axis(x, np.maximum(positions, 0)[..., None], 2) for x in (keys, values)]
-        replaced = Replaced(jnp.asarray(positions), jnp.stack(tokens, 3))
+        replaced = FullTokens(jnp.asarray(positions), jnp.stack(tokens, 3))
         found, share = attended(jnp.asarray(q), layer, lengths, replaced)
         read = [np.array(codes.dequantized(jnp.float64))[0] for codes in coded]
         for head in range(2):
@@ -86,7 +86,7 @@ def test_the_largest(size, k):
     r = np.random.default_rng(size)
     x = np.where(r.random((3, 2, size)) < 0.3, -np.inf, r.integers(0, size // 10, (3, 2, size))).astype(np.float32)
     x[0, :, : size - 2] = -np.inf
-    for found, expected in zip(largest(jnp.asarray(x), k), jax.lax.top_k(jnp.asarray(x), k), strict=True):
+    for found, expected in zip(top_k(jnp.asarray(x), k), jax.lax.top_k(jnp.asarray(x), k), strict=True):
         np.testing.assert_array_equal(found, expected)
 
 
@@ -98,12 +98,12 @@ def test_several_chunks():
         q, buffer = jnp.asarray(r.standard_normal((1, 1, 2, 8))), FullLayer(keys[:, :, :4], values[:, :, :4])
         coded = [LowBits.of(x, bits=1, tokens=t, channels=c, rule="centred") for x, t, c in ((keys, 24, 1), (values, 1, 8))]
         layer, lengths = TokenCodesLayer(*coded, buffer), Lengths(jnp.array([size]), jnp.array([4]))
-        everything = Replaced(jnp.arange(size)[None, None], jnp.stack([keys, values], 3))
+        everything = FullTokens(jnp.arange(size)[None, None], jnp.stack([keys, values], 3))
         found, share = attended(q, layer, lengths, everything)
         whole = FullLayer(*(jnp.concatenate(both, 2) for both in ((keys, buffer.keys), (values, buffer.values))))
         expected, _ = decode_attention(q, whole, Lengths(jnp.array([0]), jnp.array([size + 4])), FULL_PRECISION)
         np.testing.assert_allclose(found, expected, atol=1e-12)
-        some = Replaced(everything.positions[:, :, ::7], everything.keys_values[:, :, ::7])
+        some = FullTokens(everything.positions[:, :, ::7], everything.keys_values[:, :, ::7])
         logits = np.array(coded[0].dequantized(jnp.float64))[0, 0]
         logits[::7] = keys[0, 0, ::7]
         logits = np.concatenate([logits, buffer.keys[0, 0]]) @ np.asarray(q)[0, 0].T * 8**-0.5
@@ -200,7 +200,7 @@ def test_a_row_depends_on_nothing_but_itself(monkeypatch):
     reused = []
 
     def gathered(store, positions, fetched):
-        new = taken(store, positions)
+        new = gather_positions(store, positions)
         if fetched is None:
             return new
         reused.append(positions.shape)

@@ -19,7 +19,7 @@ from pallas_kernels.attention.support import unsupported_queries
 from pallas_kernels.dispatch import no_mosaic_gpu
 from pallas_kernels.formats.kv_cache import Lengths
 from pallas_kernels.formats.low_bits import LowBits
-from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
+from pallas_kernels.formats.token_codes import FullTokens, TokenCodesLayer
 from pallas_kernels.gpu.launch import launch
 
 
@@ -67,7 +67,7 @@ def shares(found: dict[str, Array], positions: Int[Array, "B K n"], quantized: I
 # A function of its own in the program: however many layers call it, it is lowered once.
 @functools.partial(jax.jit, static_argnums=0)
 def run(
-    plan: Plan, q: Float[Array, "B T N H"], lengths: Lengths, layer: TokenCodesLayer, replaced: Replaced | None = None
+    plan: Plan, q: Float[Array, "B T N H"], lengths: Lengths, layer: TokenCodesLayer, replaced: FullTokens | None = None
 ) -> dict[str, Array]:
     """One launch.
 

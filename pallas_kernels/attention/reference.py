@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.attention.arguments import AttentionArguments
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, dequantize_groups
 from pallas_kernels.formats.rounding import accumulation_dtype
-from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
+from pallas_kernels.formats.token_codes import FullTokens, TokenCodesLayer
 from pallas_kernels.formats.views import BOTH_PLANES, ChosenTokens, DenseView, HeldKeys, ListedGroups, View
 
 CHUNK_TOKENS = 1024
@@ -99,7 +99,7 @@ def attend_readable(
 
 
 def attend_replaced(
-    q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths: Lengths, replaced: Replaced
+    q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths: Lengths, replaced: FullTokens
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S"]]:
     """Attention that reads some tokens in full precision instead of their codes; and the logarithm of the share of each quantized token in
     the last of the T tokens' attention, summed over the query heads of a KV head: minus infinity where there is no token."""

@@ -2,7 +2,7 @@
 
 * `TokenCodes`: tokens in 8 bits. Each token has a scale and a zero point of its own and belongs to no group, so that tokens can be added
   and replaced one by one. A code is one byte: the upper 4-bit code in its high nibble, the lower one in its low nibble.
-* `Replaced`: tokens in full precision, which are read instead of their codes.
+* `FullTokens`: tokens in full precision, which are read instead of their codes.
 * `TokenCodesLayer`: tokens in codes, `TokenCodes` or those of 1 or 2 bits of `LowBits`, and a full-precision buffer.
 """
 
@@ -42,7 +42,7 @@ class TokenCodes:
 
 
 @pytree()
-class Replaced:
+class FullTokens:
     """Tokens that are read in full precision instead of their codes.
 
     Attributes:

@@ -3,14 +3,14 @@
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.formats.token_codes import Replaced
-from pallas_kernels.gather.reference import taken as taken
+from pallas_kernels.formats.token_codes import FullTokens
+from pallas_kernels.gather.reference import gather_positions as gather_positions
 
 
 def gather_tokens(
     store: Float[Array, "B K S 2 H"],
     positions: Int[Array, "B K n"],
-    fetched: Replaced | None = None,
+    fetched: FullTokens | None = None,
     *,
     implementation: Implementation = "auto",
 ) -> Float[Array, "B K n 2 H"]:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
-from pallas_kernels.formats.token_codes import Replaced
+from pallas_kernels.formats.token_codes import FullTokens
 from pallas_kernels.gpu import ptx
 from pallas_kernels.gpu.launch import launch
 
@@ -94,7 +94,7 @@ def occupied() -> int:
     return max(1, multiprocessors() // MULTIPROCESSORS_PER_BLOCK)
 
 
-def unsupported(store: Array, positions: Array, fetched: Replaced | None) -> str | None:
+def unsupported(store: Array, positions: Array, fetched: FullTokens | None) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
     if reason := no_mosaic_gpu():
         return reason
@@ -112,7 +112,9 @@ def unsupported(store: Array, positions: Array, fetched: Replaced | None) -> str
     return None
 
 
-def gather_tokens(store: Float[Array, "B K S 2 H"], positions: Int[Array, "B K n"], fetched: Replaced | None) -> Float[Array, "B K n 2 H"]:
+def gather_tokens(
+    store: Float[Array, "B K S 2 H"], positions: Int[Array, "B K n"], fetched: FullTokens | None
+) -> Float[Array, "B K n 2 H"]:
     """See `pallas_kernels.gather.gather_tokens`."""
     (*_, S, _, H), n = store.shape, positions.shape[2]
     plan = Plan(occupied(), positions.size, n, S, 2 * H * store.dtype.itemsize, 0 if fetched is None else fetched.positions.shape[2])

@@ -6,15 +6,17 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.formats.kv_cache import take
-from pallas_kernels.formats.token_codes import Replaced
+from pallas_kernels.formats.token_codes import FullTokens
 
 
-def gather_tokens(store: Float[Array, "B K S 2 H"], positions: Int[Array, "B K n"], fetched: Replaced | None) -> Float[Array, "B K n 2 H"]:
+def gather_tokens(
+    store: Float[Array, "B K S 2 H"], positions: Int[Array, "B K n"], fetched: FullTokens | None
+) -> Float[Array, "B K n 2 H"]:
     """See `pallas_kernels.gather.gather_tokens`. Ignores `fetched`."""
-    return taken(store, positions)
+    return gather_positions(store, positions)
 
 
-def taken(
+def gather_positions(
     store: Float[Array, "B K S *rest"], rows: Int[Array, "#R #K T"], batch_rows: Int[Array, "R"] | None = None
 ) -> Float[Array, "R K T *rest"]:
     """A copy on the device of some positions of an array that may be in host memory, by XLA's gather.

@@ -5,7 +5,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.formats.kv_cache import Lengths
-from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
+from pallas_kernels.formats.token_codes import FullTokens, TokenCodesLayer
 from pallas_kernels.replaced_attention.arguments import ReplacedArguments
 
 
@@ -13,7 +13,7 @@ def attend_and_choose(
     q: Float[Array, "B T N H"],
     layer: TokenCodesLayer,
     lengths: Lengths,
-    replaced: Replaced,
+    replaced: FullTokens,
     k: int,
     *,
     implementation: Implementation = "auto",

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from jaxtyping import Array, Float
 
 from pallas_kernels.formats.kv_cache import Lengths
-from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
+from pallas_kernels.formats.token_codes import FullTokens, TokenCodesLayer
 
 
 class ReplacedArguments(NamedTuple):
@@ -14,5 +14,5 @@ class ReplacedArguments(NamedTuple):
     q: Float[Array, "B T N H"]
     layer: TokenCodesLayer
     lengths: Lengths
-    replaced: Replaced
+    replaced: FullTokens
     k: int

@@ -4,16 +4,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-RUN = 32  # tokens, one after the other, see `largest`
+RUN = 32  # tokens, one after the other, see `top_k`
 
 
-def chosen(share: Float[Array, "B K S"], k: int) -> Int[Array, "B K k"]:
+def choose_tokens(share: Float[Array, "B K S"], k: int) -> Int[Array, "B K k"]:
     """The positions of the k largest shares; -1 for shares of minus infinity."""
-    found, positions = largest(share, k)
+    found, positions = top_k(share, k)
     return jnp.where(found > -jnp.inf, positions, -1).astype(jnp.int32)
 
 
-def largest(x: Float[Array, "B K S"], k: int) -> tuple[Float[Array, "B K k"], Int[Array, "B K k"]]:
+def top_k(x: Float[Array, "B K S"], k: int) -> tuple[Float[Array, "B K k"], Int[Array, "B K k"]]:
     """The result of `lax.top_k`, which on a GPU sorts everything.
 
     The k largest are in the k runs whose own largest come first, so only the numbers of these runs are sorted, and one number of each run.

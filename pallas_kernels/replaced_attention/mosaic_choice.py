@@ -37,7 +37,7 @@ def unsupported(size: int, heads: int, replaced: int, k: int) -> str | None:
     return None
 
 
-def chosen(found: dict[str, Array], positions: Int[Array, "B K n"], quantized: Int[Array, "B"], k: int) -> Int[Array, "B K k"]:
+def choose_tokens(found: dict[str, Array], positions: Int[Array, "B K n"], quantized: Int[Array, "B"], k: int) -> Int[Array, "B K k"]:
     """The positions of the k tokens of each KV head that have the largest shares of the last token's attention, each once, in the order of
     positions, followed by -1 where a row has fewer tokens. Of equal shares the first are taken.
 
@@ -56,7 +56,7 @@ def chosen(found: dict[str, Array], positions: Int[Array, "B K n"], quantized: I
 # A function of its own in the program: however many layers call it, it is lowered once.
 @functools.partial(jax.jit, static_argnums=0)
 def run(plan: Plan, found: dict[str, Array], positions: Int[Array, "B K n"], quantized: Int[Array, "B"]) -> Int[Array, "B K k"]:
-    """The launch of `chosen`."""
+    """The launch of `choose_tokens`."""
     from pallas_kernels.replaced_attention.mosaic_choice_block import emit_block
 
     inputs = {**found, "positions": positions, "quantized": quantized}

@@ -35,5 +35,5 @@ def attend_and_choose(args: ReplacedArguments) -> tuple[Array, Array]:
     chosen_from = found, replaced.positions, lengths.quantized
     # Where the kernel that chooses does not support the shapes, XLA chooses. The attention still runs here: it takes most of the time.
     by_kernel = mosaic_choice.unsupported(plan.size, plan.heads, plan.replaced, k) is None
-    positions = mosaic_choice.chosen(*chosen_from, k) if by_kernel else choice.chosen(mosaic_low_bits.shares(*chosen_from), k)
+    positions = mosaic_choice.choose_tokens(*chosen_from, k) if by_kernel else choice.choose_tokens(mosaic_low_bits.shares(*chosen_from), k)
     return merged(found["out"], found["top"], found["total"], q), positions

@@ -4,7 +4,7 @@ XLA can copy a whole array from host memory to the device while the device compu
 array becomes a kernel that reads or writes host memory in place, at the speed of the bus between the two memories; on a CPU it is an
 ordinary operation. XLA's gather of single tokens takes each over the bus three times. SpeCache therefore reads them with a kernel of
 `pallas_kernels.gather` where that runs, on NVIDIA Hopper. The cache full:host=all, of which drafts may ask single tokens, takes XLA's
-gather (`pallas_kernels.gather.taken`).
+gather (`pallas_kernels.gather.gather_positions`).
 """
 
 import abc

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Int
 from pallas_kernels.append_attend import append_and_attend
 from pallas_kernels.flush import flush
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Planes, moved_up, quantize_groups
-from pallas_kernels.gather import taken
+from pallas_kernels.gather import gather_positions
 from qspec_jax.caches.cache import KeysValues, at_most_once
 from qspec_jax.caches.full import FullCache
 from qspec_jax.caches.hierarchical import HierarchicalCache
@@ -174,7 +174,7 @@ class OffloadedFullCache(StreamedCache, FullCache):
         held = self.layers[layer]
         if not in_host(held.keys):
             return super().tokens(layer, positions, batch_rows)
-        return taken(held.keys, positions, batch_rows), taken(held.values, positions, batch_rows)
+        return gather_positions(held.keys, positions, batch_rows), gather_positions(held.values, positions, batch_rows)
 
     def attend_to(self, layer, copied, qkv, cos, sin, *, view):
         held, at, T = self.layers[layer], self.lengths.buffered, qkv.shape[1]

@@ -27,7 +27,7 @@ from pallas_kernels.attention import decode_attention
 from pallas_kernels.dispatch import platform
 from pallas_kernels.formats.kv_cache import Lengths
 from pallas_kernels.formats.pytree import pytree
-from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
+from pallas_kernels.formats.token_codes import FullTokens, TokenCodesLayer
 from pallas_kernels.formats.views import BOTH_PLANES
 from pallas_kernels.gather import gather_tokens
 from pallas_kernels.replaced_attention import attend_and_choose
@@ -84,7 +84,7 @@ class SpeCacheLayer:
 
     codes: TokenCodesLayer
     store: Float[Array, "B K S 2 H"]
-    fetched: Replaced
+    fetched: FullTokens
 
 
 @jax.tree_util.register_dataclass
@@ -131,7 +131,7 @@ class SpeCache(Cache):
         layers = []
         for layer in codes.layers:
             k = min(settings.k, layer.keys.tokens)
-            none = Replaced(jnp.full((*shape, k), -1, jnp.int32), jnp.zeros((*shape, k, 2, model.head_dim), dtype))
+            none = FullTokens(jnp.full((*shape, k), -1, jnp.int32), jnp.zeros((*shape, k, 2, model.head_dim), dtype))
             room = settings.residual if layer.keys.tokens else 0
             store = jnp.zeros((*shape, layer.keys.tokens + room, 2, model.head_dim), dtype)
             layers.append(SpeCacheLayer(layer, to_host(store) if settings.in_host_memory else store, none))
@@ -192,7 +192,9 @@ class SpeCache(Cache):
         fetched = lax.optimization_barrier(tuple(layer.fetched for layer in layers))
         return super().advance(tuple(dataclasses.replace(layer, fetched=new) for layer, new in zip(layers, fetched)), tokens)
 
-    def _chosen_by_first(self, q: Float[Array, "B T N H"], codes: TokenCodesLayer, old: SpeCacheLayer, rows: Bool[Array, "B"]) -> Replaced:
+    def _chosen_by_first(
+        self, q: Float[Array, "B T N H"], codes: TokenCodesLayer, old: SpeCacheLayer, rows: Bool[Array, "B"]
+    ) -> FullTokens:
         """In these rows, the k tokens that the first token of a pass attends to most when it reads codes alone, fetched from the store; in
         the others, what was fetched before. All rows compute the attention. The pass's tokens are in the buffer of `codes` already."""
         nothing = dataclasses.replace(old.fetched, positions=jnp.full_like(old.fetched.positions, -1))
@@ -202,13 +204,13 @@ class SpeCache(Cache):
         new = self._fetched(old.store, jnp.where(rows[:, None, None], positions, -1), old.fetched)
         return where_rows(rows, new, old.fetched)
 
-    def _fetched(self, store: Float[Array, "B K S 2 H"], positions: Int[Array, "B K k"], before: Replaced) -> Replaced:
+    def _fetched(self, store: Float[Array, "B K S 2 H"], positions: Int[Array, "B K k"], before: FullTokens) -> FullTokens:
         """A copy on the device of the store's tokens at these positions. A position of -1, which is none, gets some token.
 
         before: what was fetched last. Often many of its tokens are chosen again. With a store in host memory the GPU kernel copies these
         from there and not from the store; with a store on the device everything is read from the store.
         """
-        return Replaced(positions, gather_tokens(store, positions, before if in_host(store) else None))
+        return FullTokens(positions, gather_tokens(store, positions, before if in_host(store) else None))
 
     def flushed_layers(self, due: Bool[Array, "B"]) -> tuple[SpeCacheLayer, ...]:
         size = self.settings.residual

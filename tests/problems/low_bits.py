@@ -13,7 +13,7 @@ from pallas_kernels.attention.arguments import AttentionArguments
 from pallas_kernels.attention.partials import merged
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.low_bits import LowBits
-from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
+from pallas_kernels.formats.token_codes import FullTokens, TokenCodesLayer
 from pallas_kernels.formats.views import BOTH_PLANES, FULL_PRECISION
 from pallas_kernels.gather import mosaic_gpu as gather
 from pallas_kernels.replaced_attention import attend_and_choose
@@ -73,7 +73,7 @@ def _in_bfloat16(layer: TokenCodesLayer) -> list[Array]:
 
 
 @jax.jit
-def _attended(q: Array, held: list[Array], layer: TokenCodesLayer, lengths: Lengths, replaced: Replaced | None = None) -> Array:
+def _attended(q: Array, held: list[Array], layer: TokenCodesLayer, lengths: Lengths, replaced: FullTokens | None = None) -> Array:
     """What the reference reads, in float32, where keys and values have passed through bfloat16, as they would in a cache of that dtype.
     held: those of the codes."""
     size, rows = layer.keys.tokens, layer.buffer.keys.shape[2]
@@ -91,7 +91,7 @@ def _attended(q: Array, held: list[Array], layer: TokenCodesLayer, lengths: Leng
 
 
 def attend_replaced(
-    q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths: Lengths, replaced: Replaced
+    q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths: Lengths, replaced: FullTokens
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S"]]:
     """`reference.attend_replaced` by the Mosaic kernel. Only tests want all shares: `attend_and_choose` chooses from what `run` returns."""
     plan = mosaic_low_bits.Plan.of(q, layer, replaced.positions.shape[2], occupied=gather.occupied())
@@ -120,7 +120,7 @@ def assert_attention_with_replaced_tokens_is_exact(q: Array, layer: TokenCodesLa
         some = min(count - k, quantized[b])
         positions[b, k, :some] = r.choice(quantized[b], some, replace=False) if some else []
     draw = lambda: jnp.asarray(r.standard_normal((len(quantized), kv_heads, count, head_dim)), jnp.bfloat16)
-    replaced = Replaced(jnp.asarray(positions), jnp.stack([draw(), draw()], 3))
+    replaced = FullTokens(jnp.asarray(positions), jnp.stack([draw(), draw()], 3))
     found, share = attend_replaced(q, layer, lengths, replaced)
     expected, expected_share = jax.jit(reference.attend_replaced)(WIDE(q), WIDE(layer), lengths, WIDE(replaced))
     error = float(jnp.abs(_attended(q, _in_bfloat16(layer), layer, lengths, replaced) - expected).max())
