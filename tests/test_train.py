@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -89,6 +90,32 @@ def test_time_decides_the_steps(monkeypatch):
     monkeypatch.setattr(Trainer, "_seconds_of_a_step", lambda self, s: {16: 2.0, 64: 7.0}[s.context])
     # Three steps of 2 s, two of 7.
     assert begun(seconds=200, steps=0).progress.steps == 50
+
+
+@pytest.mark.parametrize("until", [60, 150, 1e9])
+def test_evaluations_are_part_of_the_time(monkeypatch, until):
+    """The learning rate reaches 0 before the time is over, although evaluations take more of it than steps."""
+    clock, scales = [0.0], []
+
+    def takes(seconds: float) -> float:
+        clock[0] += seconds
+        return 1.0
+
+    def step(self, s, starts, scale):
+        scales.append(scale)
+        return takes(2.0 if s.context == 16 else 7.0)
+
+    monkeypatch.setattr(training, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(Trainer, "_step", step)
+    monkeypatch.setattr(Trainer, "_compile", lambda self, s: None)
+    trainer, evaluate = made(), lambda params: takes(5.0)
+    trainer.begin(seconds=200, until=until, evaluate=evaluate)
+    trainer.train(until, evaluate, tqdm(disable=True))
+    steps = trainer.progress.steps
+    assert trainer.progress.completed and scales[-1] == pytest.approx(1 / steps / SHORT.decay)
+    assert clock[0] <= until and trainer.progress.held_out[0] == [0, 1.0]
+    # A step more, with its evaluations, would not have ended in time.
+    assert steps == 50 if until == 1e9 else clock[0] + 7 + 5 > 0.98 * until
 
 
 def test_timing_changes_nothing():

@@ -25,7 +25,7 @@ from qspec_jax.training.trainer import Recipe, Trainer, TrainingProgress, Traini
 log = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 16_000_000
-SAVE_SECONDS = 30  # set aside for evaluations and the checkpoint
+SAVE_SECONDS = 30  # set aside for the last evaluation, of all held-out text, and the checkpoint
 
 # config.json. Every matrix's input size is a multiple of 128, the group of the INT4 draft weights. transformers 4 reads rope_theta,
 # transformers 5 rope_parameters.
@@ -93,9 +93,8 @@ def run(
     log.info("%.2f M tokens, %.2f bytes each; %d held-out rows", len(stream) / 1e6, bytes_per_token, len(held_out.rows))
 
     trainer = Trainer(recipe, stream)
-    trainer.begin(seconds=seconds, steps=steps or SMOKE_STEPS * smoke, until=deadline)
+    trainer.begin(seconds=seconds, steps=steps or SMOKE_STEPS * smoke, until=deadline, evaluate=held_out.sampled_bits_per_byte)
     with progress_bar(progress=progress, total=trainer.progress.steps, unit="step") as bar:
-        trainer.progress.held_out.append([0, held_out.sampled_bits_per_byte(trainer.params)])
         trainer.train(math.inf if steps else deadline, held_out.sampled_bits_per_byte, bar)
     done = trainer.progress
     if not done.completed:

@@ -30,6 +30,7 @@ from qspec_jax.training import corpus
 from qspec_jax.training.pretraining import Params, Settings, batches, initial_params, learning_rate_scale, make_optimizer, make_step, over
 
 SMOKE_BYTES = 2_000_000  # of the standard library, which smoke runs train on
+USED_SHARE = 0.98  # of the time that is left when steps have been timed: later steps may take longer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,25 +142,38 @@ class Trainer:
         self.stream = jax.device_put(stream, over(self.devices)[0])
         self.compiled: dict[Settings, Callable] = {}
 
-    def begin(self, *, seconds: float, steps: int = 0, until: float = math.inf) -> None:
+    def begin(self, *, seconds: float, steps: int = 0, until: float = math.inf, evaluate: Callable[[Params], float] | None = None) -> None:
         """Starts from initial parameters.
 
         Args:
             seconds: time of all training steps; a few are timed to settle their number.
             steps: the exact number of steps instead; 0: by the time.
-            until: when they are to be over at the latest, a time of time.monotonic().
+            until: when steps and evaluations are to be over at the latest, a time of time.monotonic().
+            evaluate: the function that `train` will be given, if the initial parameters are to be evaluated and evaluations to be timed.
         """
         self.params = initial_params(self.config, self.recipe.short.seed)
         self.state = self.optimizer.init(self.params)
-        self.progress = TrainingProgress(steps or self._steps_in(seconds, until))
+        held_out = [[0, evaluate(self.params)]] if evaluate else []
+        self.progress = TrainingProgress(steps or self._steps_in(seconds, until, evaluate), held_out=held_out)
 
-    def _steps_in(self, seconds: float, until: float) -> int:
-        """The number of steps, short and long, that take this long and are over by `until`."""
+    def _steps_in(self, seconds: float, until: float, evaluate: Callable[[Params], float] | None) -> int:
+        """The number of steps, short and long, that take this long and are over, with their evaluations, by `until`."""
         short, long = map(self._seconds_of_a_step, (self.recipe.short, self.recipe.long))
-        seconds = min(seconds, until - time.monotonic())
         self.state = self.optimizer.init(self.params)
         share = self.recipe.long_share
-        return max(1, int(seconds / ((1 - share) * short + share * long)))
+        step, began = (1 - share) * short + share * long, time.monotonic()
+        if evaluate:
+            evaluate(self.params)
+        now = time.monotonic()
+        evaluation, left = now - began, USED_SHARE * (until - now)
+        steps = max(1, int(min(seconds, max(0, left)) / step))
+        while steps > 1 and steps * step + math.ceil(steps / self._evaluated_every(steps)) * evaluation > left:
+            steps -= 1
+        return steps
+
+    def _evaluated_every(self, steps: int) -> int:
+        """The number of steps from one evaluation to the next; the last step is followed by one too."""
+        return max(1, steps // self.recipe.short.evaluations)
 
     def _seconds_of_a_step(self, s: Settings) -> float:
         """Times a few steps, which leave the parameters as they are."""
@@ -173,7 +187,7 @@ class Trainer:
     def train(self, until: float, evaluate: Callable[[Params], float], bar: tqdm) -> None:
         """Takes steps to the last, or until a time (of time.monotonic()), but at least one. evaluate(params) gives bits per byte."""
         p, current = self.progress, None
-        every = max(1, p.steps // self.recipe.short.evaluations)
+        every = self._evaluated_every(p.steps)
         bar.update(p.step)
         while not p.completed:
             s, taken = self._phase()
