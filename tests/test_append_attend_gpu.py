@@ -12,8 +12,6 @@ from problems.rope_append import random_projections
 
 from pallas_kernels import attention
 from pallas_kernels.append_attend import append_and_attend, mosaic_gpu
-from pallas_kernels.append_attend.arguments import AppendAttendArguments
-from pallas_kernels.attention.arguments import AttentionArguments
 from pallas_kernels.attention.mosaic_plan import Config
 from pallas_kernels.formats.kv_cache import HierarchicalLayer, Lengths
 from pallas_kernels.formats.views import DenseView, View
@@ -45,7 +43,7 @@ def one_after_the_other(qkv, cos, sin, layer, lengths, view, *, config):
     q, buffer = rotate_and_append(qkv, cos, sin, layer.buffer if hierarchical else layer, lengths.buffered, implementation="mosaic_gpu")
     new = dataclasses.replace(layer, buffer=buffer) if hierarchical else buffer
     longer = dataclasses.replace(lengths, buffered=lengths.buffered + qkv.shape[1])
-    return *attention.mosaic_gpu.decode_attention(AttentionArguments(q, new, longer, view), config=config), new
+    return *attention.mosaic_gpu.decode_attention(q, new, longer, view, config=config), new
 
 
 @gpu
@@ -58,7 +56,7 @@ def test_the_same_bits_as_one_after_the_other(name, planes, listed, observe):
     args, view = problem(case, planes, listed, observe=observe)
     config = Config(16, team=2)
     skip_or_fail("mosaic_gpu", attention.mosaic_gpu.no_mosaic_gpu())
-    together = jax.jit(lambda *a: mosaic_gpu.append_and_attend(AppendAttendArguments(*a), config=config))
+    together = jax.jit(lambda *a: mosaic_gpu.append_and_attend(*a, config=config))
     apart = jax.jit(lambda *a: one_after_the_other(*a, config=config))
     out, new, mass = together(*args, view)
     expected, expected_mass, appended = apart(*args, view)
@@ -104,10 +102,10 @@ def test_what_the_kernel_does_not_take(monkeypatch):
     for module in (mosaic_gpu.attention, mosaic_gpu.rope_append):
         monkeypatch.setattr(module, "no_mosaic_gpu", lambda: None)
     args, view = problem(CASES["T1-MHA"], 1, True)
-    assert mosaic_gpu.unsupported(AppendAttendArguments(*args, view)) is None
-    assert "float32" in mosaic_gpu.unsupported(AppendAttendArguments(args[0].astype(jnp.float32), *args[1:], view))
+    assert mosaic_gpu.unsupported(*args, view) is None
+    assert "float32" in mosaic_gpu.unsupported(args[0].astype(jnp.float32), *args[1:], view)
     # New rows of 16 tokens would take a slot of the ring.
-    room = lambda case, planes: mosaic_gpu.unsupported(AppendAttendArguments(*problem(case, planes, False)[0], DenseView(planes)))
+    room = lambda case, planes: mosaic_gpu.unsupported(*problem(case, planes, False)[0], DenseView(planes))
     wide = Case(16, 16, 4, 256, group_size=128, capacity=1, groups=(1,))
     assert "fewer slots of the ring" in room(wide, 2)
 

@@ -16,7 +16,6 @@ from problems.attention import Case, all_listed, random_lists, random_problem, w
 
 from pallas_kernels import dispatch
 from pallas_kernels.attention import decode_attention, reference
-from pallas_kernels.attention.arguments import AttentionArguments
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
 from pallas_kernels.formats.views import DenseView, ListedGroups, View
 
@@ -56,7 +55,7 @@ def exactly_observed(
 ) -> tuple[jax.Array, jax.Array | None]:
     wide = functools.partial(jax.tree.map, lambda x: x.astype(jnp.float32))
     layer = wide(layer) if isinstance(layer, FullLayer) else dataclasses.replace(layer, buffer=wide(layer.buffer))
-    return reference.decode_attention(AttentionArguments(wide(q), layer, lengths, view))
+    return reference.decode_attention(wide(q), layer, lengths, view)
 
 
 def exactly(q: jax.Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, view: View) -> jax.Array:
@@ -81,14 +80,14 @@ def kernel_for(implementation: str, *args, view: View) -> Callable:
 def observing(implementation: str, *args, view: View) -> Callable:
     """The same, and the attention mass."""
     module = importlib.import_module(f"pallas_kernels.attention.{implementation}")
-    skip_or_fail(implementation, module.unsupported(AttentionArguments(*args, view)))
+    skip_or_fail(implementation, module.unsupported(*args, view))
     return functools.partial(attend, view=view, implementation=implementation)
 
 
 def configured(module: ModuleType, *, view: View | None = None, **settings) -> Callable:
     """What the kernel of that module reads with these settings, compiled; with the view that is given here, or in each call."""
     fixed = () if view is None else (view,)
-    return jax.jit(lambda *args: module.decode_attention(AttentionArguments(*args, *fixed), **settings)[0])
+    return jax.jit(lambda *args: module.decode_attention(*args, *fixed, **settings)[0])
 
 
 def assert_close(out: jax.Array, expected: jax.Array, label: str) -> None:
@@ -157,7 +156,7 @@ def test_every_configuration_worth_measuring(name, planes, implementation):
     kernel(implementation, q, layer, lengths, planes=planes)
     module = importlib.import_module(f"pallas_kernels.attention.{implementation}")
     reference = expected(q, layer, lengths, planes=planes)
-    _, _, configs = module.tunable(AttentionArguments(q, layer, lengths, DenseView(planes)))
+    _, _, configs = module.tunable(q, layer, lengths, DenseView(planes))
     assert len(configs) > 1
     for config in configs:
         run = configured(module, view=DenseView(planes), config=config)
@@ -210,7 +209,7 @@ def test_mosaic_goes_around_its_ring_many_times(warpgroups, team, name, planes):
 
     config = mosaic_gpu.Config(splits=1, warpgroups=warpgroups, team=team)
     try:
-        mosaic_gpu.plan_for(AttentionArguments(q, layer, lengths, DenseView(planes)), config=config)
+        mosaic_gpu.plan_for(q, layer, DenseView(planes), config=config)
     except ValueError as reason:
         assert warpgroups == 2 and planes == 2, reason  # no room for the rings of so many teams
         return
@@ -344,7 +343,7 @@ def test_every_configuration_for_lists(name, implementation):
     lengths, view = CASES[name].lengths, random_lists(CASES[name])
     kernel_for(implementation, q, layer, lengths, view=view)
     module = importlib.import_module(f"pallas_kernels.attention.{implementation}")
-    _, _, configs = module.tunable(AttentionArguments(q, layer, lengths, view))
+    _, _, configs = module.tunable(q, layer, lengths, view)
     assert len(configs) > 1
     for config in configs:
         out = configured(module, config=config)(q, layer, lengths, view)
@@ -386,7 +385,7 @@ def test_attention_mass_in_every_team(team):
 
     config = mosaic_gpu.Config(splits=1, team=team)
     view = DenseView(2, observed=True)
-    run = jax.jit(lambda *args: mosaic_gpu.decode_attention(AttentionArguments(*args, view), config=config))
+    run = jax.jit(lambda *args: mosaic_gpu.decode_attention(*args, view, config=config))
     first = run(q, layer, case.lengths)
     some = np.array(case.groups) > 0
     assert_close(first[1][some], exactly_observed(q, layer, case.lengths, DenseView(2, observed=True))[1][some], f"{config}")

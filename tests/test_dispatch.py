@@ -12,7 +12,6 @@ from problems.attention import Case, random_problem
 
 from pallas_kernels import attention, dispatch
 from pallas_kernels.attention import mosaic_gpu, support, triton
-from pallas_kernels.attention.arguments import AttentionArguments
 from pallas_kernels.flush import flush
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
 from pallas_kernels.formats.views import UPPER_PLANE, ChosenTokens, DenseView, LargestMass, ListedGroups
@@ -61,7 +60,7 @@ def test_other_gpus_run_the_reference_and_say_why(monkeypatch, caplog, capabilit
     dispatch._log_once.cache_clear()
     with caplog.at_level(logging.INFO):
         for _ in range(2):
-            module = dispatch.choose("attention", "auto", AttentionArguments(*arguments, DenseView(1)))
+            module = dispatch.choose("attention", "auto", *arguments, DenseView(1))
             assert module.__name__.endswith("reference")
     *passed, last = caplog.records
     assert [record.getMessage().split(" is passed over")[0] for record in passed] == ["attention: mosaic_gpu", "attention: triton"]
@@ -80,7 +79,7 @@ def test_a_cache_without_room_for_a_group_is_not_called_slow(monkeypatch, caplog
 
 
 def test_a_cpu_runs_the_reference(arguments):
-    assert dispatch.choose("attention", "auto", AttentionArguments(*arguments, DenseView(1))).__name__.endswith("reference")
+    assert dispatch.choose("attention", "auto", *arguments, DenseView(1)).__name__.endswith("reference")
     with pytest.raises(ValueError, match="no implementation 'cuda'; there are mosaic_gpu, triton, reference"):
         attention.decode_attention(*arguments, view=DenseView(1), implementation="cuda")
     with pytest.raises(NotImplementedError, match="attention: mosaic_gpu needs"):
@@ -99,13 +98,13 @@ def test_no_kernel_is_a_candidate_for_more_rows_than_it_supports():
 def test_an_older_jax_is_told(monkeypatch, arguments):
     on_device(monkeypatch, "9.0")
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
-    assert "needs jax 0.11" in mosaic_gpu.unsupported(AttentionArguments(*arguments, DenseView(1)))
-    assert "jax-triton" in (triton.unsupported(AttentionArguments(*arguments, DenseView(1))) or "jax-triton")
+    assert "needs jax 0.11" in mosaic_gpu.unsupported(*arguments, DenseView(1))
+    assert "jax-triton" in (triton.unsupported(*arguments, DenseView(1)) or "jax-triton")
 
 
 def test_kernels_take_no_other_dtypes_or_shapes(arguments):
     q, layer, lengths = arguments
-    assert support.unsupported(AttentionArguments(q, layer, lengths, UPPER_PLANE)) is None
+    assert support.unsupported(q, layer, lengths, UPPER_PLANE) is None
     wide = lambda planes: dataclasses.replace(planes, zero=planes.zero.astype(jnp.float32))
     for args, reason in (
         ((q.astype(jnp.float32), layer, lengths), "bfloat16, not float32"),
@@ -114,20 +113,19 @@ def test_kernels_take_no_other_dtypes_or_shapes(arguments):
         ((jnp.repeat(q, 17, 1), layer, lengths), "up to 16 tokens"),
         ((q[..., :32], layer, lengths), "head_dim"),
     ):
-        assert reason in support.unsupported(AttentionArguments(*args, UPPER_PLANE))
+        assert reason in support.unsupported(*args, UPPER_PLANE)
     listed = dataclasses.replace(LISTED, count=LISTED.count.astype(jnp.int16))
-    assert "counts of groups in int32" in support.unsupported(AttentionArguments(q, layer, lengths, listed))
+    assert "counts of groups in int32" in support.unsupported(q, layer, lengths, listed)
 
 
 def test_observation_runs_on_hopper_alone(monkeypatch, arguments):
     monkeypatch.setattr(mosaic_gpu, "no_mosaic_gpu", lambda: None)
     monkeypatch.setattr(triton, "no_triton", lambda: None)
     for view in (DenseView(2), LISTED):
-        args = AttentionArguments(*arguments, view)
-        assert mosaic_gpu.unsupported(args) is None and triton.unsupported(args) is None
+        assert mosaic_gpu.unsupported(*arguments, view) is None and triton.unsupported(*arguments, view) is None
     view = DenseView(2, observed=True)
-    assert mosaic_gpu.unsupported(AttentionArguments(*arguments, view)) is None
-    assert "what it observes" in triton.unsupported(AttentionArguments(*arguments, view))
+    assert mosaic_gpu.unsupported(*arguments, view) is None
+    assert "what it observes" in triton.unsupported(*arguments, view)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +137,7 @@ def test_observation_runs_on_hopper_alone(monkeypatch, arguments):
 )
 def test_lists_are_tuned_apart(arguments, kernel, names):
     """A dense problem has no width, and is the one that was measured before there were lists."""
-    problem = lambda view: kernel.tunable(AttentionArguments(*arguments, view))[1]
+    problem = lambda view: kernel.tunable(*arguments, view)[1]
     assert set(problem(UPPER_PLANE)) == names
     of_width = lambda n: ListedGroups(jnp.zeros((2, 2, n), jnp.int32), LISTED.count)
     assert [problem(of_width(n)) for n in (1, 3, 4, 5)] == [problem(UPPER_PLANE) | {"list_width": n} for n in (1, 4, 4, 8)]
@@ -150,14 +148,14 @@ def test_views_that_no_kernel_takes(monkeypatch, caplog, arguments):
     q, layer, lengths = arguments
     views = ChosenTokens(jnp.zeros((2, 2, layer.groups * layer.group_size), bool)), LargestMass(jnp.array([0, 1], jnp.int32), True)
     for view in views:
-        assert support.unsupported(AttentionArguments(q, layer, lengths, view)).startswith("reads all")
+        assert support.unsupported(q, layer, lengths, view).startswith("reads all")
     for view in (LISTED, *views):
         with pytest.raises(TypeError, match="observed"):
             dataclasses.replace(view, observed=True)
     on_device(monkeypatch, "9.0")
     for view in views:
         dispatch._log_once.cache_clear()
-        chosen = dispatch.choose("attention", "auto", AttentionArguments(q, layer, lengths, view))
+        chosen = dispatch.choose("attention", "auto", q, layer, lengths, view)
         assert chosen.__name__.endswith("reference")
     assert "attention runs in plain JAX, which is slow" in caplog.text
 

@@ -9,7 +9,6 @@ from problems.rope_append import OUTSIDE, random_projections
 
 from pallas_kernels.formats.kv_cache import FullLayer
 from pallas_kernels.rope_append import mosaic_gpu, reference, rotate_and_append
-from pallas_kernels.rope_append.arguments import RopeAppendArguments
 
 run = jax.jit(rotate_and_append, static_argnames="implementation")
 
@@ -21,13 +20,11 @@ run = jax.jit(rotate_and_append, static_argnames="implementation")
 )
 def test_equals_the_reference_and_touches_no_other_row(batch, heads, kv_heads, head_dim, tokens):
     qkv, cos, sin, buffer, offset = random_projections(batch, tokens, heads, kv_heads, head_dim)
-    skip_or_fail("mosaic_gpu", mosaic_gpu.unsupported(RopeAppendArguments(qkv, cos, sin, buffer, offset)))
+    skip_or_fail("mosaic_gpu", mosaic_gpu.unsupported(qkv, cos, sin, buffer, offset))
     q, new = run(qkv, cos, sin, buffer, offset, implementation="mosaic_gpu")
     rounded = lambda x: x.astype(jnp.bfloat16).astype(jnp.float32)
     wide = FullLayer(buffer.keys.astype(jnp.float32), buffer.values.astype(jnp.float32))
-    expected_q, expected = reference.rotate_and_append(
-        RopeAppendArguments(qkv.astype(jnp.float32), rounded(cos), rounded(sin), wide, offset)
-    )
+    expected_q, expected = reference.rotate_and_append(qkv.astype(jnp.float32), rounded(cos), rounded(sin), wide, offset)
     np.testing.assert_allclose(np.asarray(q, np.float32), np.asarray(expected_q), rtol=2**-8, atol=2**-8)
     written = (np.arange(buffer.keys.shape[2]) >= np.asarray(offset)[:, None]) & (
         np.arange(buffer.keys.shape[2]) < np.asarray(offset)[:, None] + tokens
@@ -45,7 +42,7 @@ def test_equals_the_reference_and_touches_no_other_row(batch, heads, kv_heads, h
 @pytest.mark.parametrize("tokens", [2, 3])
 def test_an_offset_without_room_writes_to_the_last_rows(tokens):
     *args, _ = random_projections(4, tokens, 4, 2, 64)
-    skip_or_fail("mosaic_gpu", mosaic_gpu.unsupported(RopeAppendArguments(*args, jnp.array(OUTSIDE, jnp.int32))))
+    skip_or_fail("mosaic_gpu", mosaic_gpu.unsupported(*args, jnp.array(OUTSIDE, jnp.int32)))
     ours = run(*args, jnp.array(OUTSIDE, jnp.int32), implementation="mosaic_gpu")[1]
     theirs = run(*args, jnp.array(OUTSIDE, jnp.int32), implementation="reference")[1]
     np.testing.assert_array_equal(np.asarray(ours.values, np.float32), np.asarray(theirs.values, np.float32))
@@ -74,11 +71,11 @@ def test_the_kernel_takes_no_other_shapes(monkeypatch, tokens, head_dim, dtype, 
     monkeypatch.setattr(mosaic_gpu, "no_mosaic_gpu", lambda: None)
     *args, offset = random_projections(1, tokens, 2, 1, head_dim, rows=300, dtype=dtype)
     args = *args, offset.astype(offset_dtype)
-    assert reason in mosaic_gpu.unsupported(RopeAppendArguments(*args))
+    assert reason in mosaic_gpu.unsupported(*args)
     q, new = run(*args)
     assert q.shape == (1, tokens, 2, head_dim) and new.keys.shape == (1, 1, 300, head_dim)
 
 
 def test_the_kernel_takes_the_shapes_of_a_decode_step(monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "no_mosaic_gpu", lambda: None)
-    assert mosaic_gpu.unsupported(RopeAppendArguments(*random_projections(8, 7, 32, 8, 128))) is None
+    assert mosaic_gpu.unsupported(*random_projections(8, 7, 32, 8, 128)) is None

@@ -25,13 +25,11 @@ import pallas_kernels.norm.mosaic_gpu as norm
 import pallas_kernels.rope_append.mosaic_gpu as rope_append
 from pallas_kernels.attention import mosaic_plan
 from pallas_kernels.attention import reference as attention_reference
-from pallas_kernels.attention.arguments import AttentionArguments
 from pallas_kernels.attention.mosaic_plan import Config
 from pallas_kernels.attention.mosaic_stream import Pipeline
 from pallas_kernels.formats.kv_cache import HierarchicalLayer, Lengths
 from pallas_kernels.formats.views import DenseView, ListedGroups
 from pallas_kernels.rope_append import reference as rope_append_reference
-from pallas_kernels.rope_append.arguments import RopeAppendArguments
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +67,7 @@ def test_rope_append(batch, tokens, heads, kv_heads, head_dim, offset):
     cos, sin = (x.astype(jnp.bfloat16) for x in (cos, sin))
     q, new = at_once(rope_append.run)(qkv, cos, sin, buffer, offset)
     wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-    expected = jax.jit(rope_append_reference.rotate_and_append)(RopeAppendArguments(*wide((qkv, cos, sin, buffer)), jnp.maximum(offset, 0)))
+    expected = jax.jit(rope_append_reference.rotate_and_append)(*wide((qkv, cos, sin, buffer)), jnp.maximum(offset, 0))
     for ours, theirs in zip(jax.tree.leaves((q, new)), jax.tree.leaves(expected)):
         np.testing.assert_allclose(np.asarray(ours, np.float32), np.asarray(theirs), rtol=2**-8, atol=2**-8)
 
@@ -90,13 +88,13 @@ def attention_problem(case: Case, data: str) -> tuple[jax.Array, HierarchicalLay
 
 def attend(q, layer, lengths, view, config):
     """The simulated kernel's output and attention mass."""
-    plan = attention.plan_for(AttentionArguments(q, layer, lengths, view), config=config)
+    plan = attention.plan_for(q, layer, view, config=config)
     return at_once(attention.run)(plan, q, lengths, layer, view if isinstance(view, ListedGroups) else None)[:2]
 
 
 def exactly(q, layer, lengths, view):
     """The same in float32, by the reference."""
-    return jax.jit(attention_reference.decode_attention)(AttentionArguments(*WIDE((q, layer)), lengths, view))
+    return jax.jit(attention_reference.decode_attention)(*WIDE((q, layer)), lengths, view)
 
 
 def assert_close(out: jax.Array, expected: jax.Array) -> None:
@@ -160,7 +158,7 @@ def test_append_and_attend_is_the_one_after_the_other(case, config, planes, buff
         layer, lengths = layer.buffer, dataclasses.replace(lengths, quantized=jnp.zeros_like(lengths.quantized))
     old = layer if planes is None else layer.buffer
     q, buffer = at_once(rope_append.run)(qkv, cos, sin, old, lengths.buffered)
-    plan = attention.plan_for(AttentionArguments(q, layer, lengths, view), appends=True, config=config)
+    plan = attention.plan_for(q, layer, view, appends=True, config=config)
     lists = view if planes == 1 else None
     out, _, appended = at_once(attention.run)(plan, qkv, lengths, layer, lists, (cos, sin))
     for ours, theirs in zip(jax.tree.leaves(appended), jax.tree.leaves(buffer)):
@@ -197,7 +195,7 @@ def test_a_list_is_kept_by_the_lanes_where_it_is_short(monkeypatch):
     case = Case(1, 1, 1, 64, group_size=64, capacity=36, groups=(36, 34))
     q, layer, lengths = attention_problem(case, "gaussian")
     view, config = random_lists(case), Config(2, warpgroups=2)
-    plan = attention.plan_for(AttentionArguments(q, layer, lengths, view), config=config)
+    plan = attention.plan_for(q, layer, view, config=config)
     assert plan.list_words == 2 and int(view.count.max()) > 33
     kept, _ = attend(q, layer, lengths, view, config)
     assert_close(kept, exactly(q, layer, lengths, view)[0])

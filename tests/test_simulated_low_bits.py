@@ -24,7 +24,6 @@ from pallas_kernels.attention import mosaic_low_bits_plan
 from pallas_kernels.formats.low_bits import LowBits
 from pallas_kernels.formats.token_codes import FullTokens
 from pallas_kernels.gpu import ptx
-from pallas_kernels.replaced_attention.arguments import ReplacedArguments
 
 
 @pytest.fixture(autouse=True)
@@ -137,6 +136,6 @@ def test_attention_leaves_multiprocessors_to_fetching(monkeypatch):
     with pytest.raises(InterruptedError):
         low_bits.decode_attention(q, layer, lengths)
     with pytest.raises(InterruptedError):
-        replaced_attention.attend_and_choose(ReplacedArguments(q, layer, lengths, none, 16))
+        replaced_attention.attend_and_choose(q, layer, lengths, none, 16)
     alone, beside = (132 * plan.splits // plan.warps for plan in plans)
     assert alone == 132 and beside / 128 / -(-beside // 128) > 0.9

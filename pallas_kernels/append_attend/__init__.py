@@ -2,7 +2,6 @@
 
 from jaxtyping import Array, Float
 
-from pallas_kernels.append_attend.arguments import AppendAttendArguments
 from pallas_kernels.attention import check
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.formats.kv_cache import Lengths
@@ -38,5 +37,5 @@ def append_and_attend(
         NotImplementedError: the implementation asked for does not support the device or the arguments.
     """
     check(layer, view)
-    args = AppendAttendArguments(qkv, cos, sin, layer, lengths, view)
-    return choose("append_attend", implementation, args, slow_reference=False).append_and_attend(args)
+    args = qkv, cos, sin, layer, lengths, view
+    return choose("append_attend", implementation, *args, slow_reference=False).append_and_attend(*args)

@@ -2,33 +2,42 @@
 
 import dataclasses
 
+import jax
 from jaxtyping import Array, Float
 
-from pallas_kernels.append_attend.arguments import AppendAttendArguments
 from pallas_kernels.attention import mosaic_gpu as attention
 from pallas_kernels.attention.mosaic_plan import Config
-from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer
+from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
+from pallas_kernels.formats.token_codes import Layer
+from pallas_kernels.formats.views import View
 from pallas_kernels.rope_append import mosaic_gpu as rope_append
 
 
-def unsupported(args: AppendAttendArguments) -> str | None:
+def unsupported(qkv: Array, cos: Array, sin: Array, layer: Layer, lengths: Lengths, view: View) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
-    if not isinstance(args.layer, HierarchicalLayer | FullLayer):
+    if not isinstance(layer, HierarchicalLayer | FullLayer):
         return "reads groups, and does not support TokenCodesLayer"
-    if reason := attention.unsupported(args.of_attention) or rope_append.unsupported(args.of_append):
+    q = _queries(qkv, layer)
+    reason = attention.unsupported(q, layer, lengths, view)
+    if reason := reason or rope_append.unsupported(qkv, cos, sin, layer.buffer, lengths.buffered):
         return reason
-    separate, fused = (attention.plan_for(args.of_attention, appends=appends) for appends in (False, True))
+    separate, fused = (attention.plan_for(q, layer, view, appends=appends) for appends in (False, True))
     if dataclasses.replace(fused, appends=False) != separate or fused.slots < separate.slots:
         return "would have fewer slots of the ring than separate launches"
     return None
 
 
 def append_and_attend(
-    args: AppendAttendArguments, *, config: Config | None = None
+    qkv: Array, cos: Array, sin: Array, layer: Layer, lengths: Lengths, view: View, *, config: Config | None = None
 ) -> tuple[Float[Array, "B T N H"], HierarchicalLayer | FullLayer, Float[Array, "B K T C"] | None]:
     """See `pallas_kernels.append_attend.append_and_attend`. Raises ValueError for a configuration that cannot work."""
-    qkv, cos, sin, layer, lengths, view = args
-    plan = attention.plan_for(args.of_attention, appends=True, config=config)
+    plan = attention.plan_for(_queries(qkv, layer), layer, view, appends=True, config=config)
     angles = cos.astype(qkv.dtype), sin.astype(qkv.dtype)
     attended, mass, buffer = attention.run(plan, qkv, lengths, layer, view if plan.list_width else None, angles)
     return attended, layer.with_buffer(buffer), mass if view.observed else None
+
+
+def _queries(qkv: Array, layer: Layer) -> jax.ShapeDtypeStruct:
+    """The shape of the queries after RoPE."""
+    _, K, _, H = layer.buffer.keys.shape
+    return jax.ShapeDtypeStruct((*qkv.shape[:2], qkv.shape[2] // H - 2 * K, H), qkv.dtype)

@@ -2,7 +2,6 @@
 
 from jaxtyping import Array, Float
 
-from pallas_kernels.attention.arguments import AttentionArguments
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
 from pallas_kernels.formats.token_codes import Layer, TokenCodesLayer
@@ -37,8 +36,8 @@ def decode_attention(
         NotImplementedError: the implementation asked for does not support the device or the shapes.
     """
     check(layer, view)
-    args = AttentionArguments(q, layer, lengths, view)
-    return choose("attention", implementation, args).decode_attention(args)
+    args = q, layer, lengths, view
+    return choose("attention", implementation, *args).decode_attention(*args)
 
 
 def check(layer: Layer, view: View) -> None:

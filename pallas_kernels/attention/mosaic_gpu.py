@@ -14,40 +14,37 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import mosaic_low_bits, support
-from pallas_kernels.attention.arguments import AttentionArguments
 from pallas_kernels.attention.mosaic_plan import KERNEL, ROWS, WARPS, Config, Plan
 from pallas_kernels.dispatch import no_mosaic_gpu
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
-from pallas_kernels.formats.token_codes import TokenCodesLayer
-from pallas_kernels.formats.views import ListedGroups
+from pallas_kernels.formats.token_codes import Layer, TokenCodesLayer
+from pallas_kernels.formats.views import ListedGroups, View
 from pallas_kernels.gpu.launch import launch
 
 MAX_ROWS = 64, 32, 16, 8  # query rows of a block; another block, which reads the cache again, takes the rest
 
 
-def unsupported(args: AttentionArguments) -> str | None:
+def unsupported(q: Array, layer: Layer, lengths: Lengths, view: View) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
-    if isinstance(args.layer, TokenCodesLayer):
-        return mosaic_low_bits.unsupported(args.q, args.layer, args.lengths)
-    return no_mosaic_gpu() or support.unsupported(args)
+    if isinstance(layer, TokenCodesLayer):
+        return mosaic_low_bits.unsupported(q, layer, lengths)
+    return no_mosaic_gpu() or support.unsupported(q, layer, lengths, view)
 
 
 def decode_attention(
-    args: AttentionArguments, *, config: Config | None = None
+    q: Float[Array, "B T N H"], layer: Layer, lengths: Lengths, view: View, *, config: Config | None = None
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K T C"] | None]:
     """See `pallas_kernels.attention.decode_attention`. config: of anything but a `TokenCodesLayer`. Raises ValueError for one that cannot
     work."""
-    q, layer, lengths, view = args
     if isinstance(layer, TokenCodesLayer):
         return mosaic_low_bits.decode_attention(q, layer, lengths), None
-    plan = plan_for(args, config=config)
+    plan = plan_for(q, layer, view, config=config)
     out, mass, _ = run(plan, q, lengths, layer, view if plan.list_width else None)
     return out, mass if view.observed else None
 
 
-def plan_for(args: AttentionArguments, *, appends: bool = False, config: Config | None = None) -> Plan:
+def plan_for(q: Array | jax.ShapeDtypeStruct, layer: Layer, view: View, *, appends: bool = False, config: Config | None = None) -> Plan:
     """The kernel for these shapes. Raises ValueError for a configuration that cannot work."""
-    q, layer, _, view = args
     B, T, N, H = q.shape
     K, buffer_rows = layer.buffer.keys.shape[1:3]
     R = T * (N // K)
@@ -78,9 +75,9 @@ def plan_for(args: AttentionArguments, *, appends: bool = False, config: Config 
     return plan.configured(config).with_room()
 
 
-def tunable(args: AttentionArguments) -> tuple[str, dict, list[Config]]:
+def tunable(q: Array, layer: Layer, lengths: Lengths, view: View) -> tuple[str, dict, list[Config]]:
     """The kernel, the problem, and the configurations to measure, the default first, for `tuning`."""
-    plan = plan_for(args)
+    plan = plan_for(q, layer, view)
     return KERNEL, plan.problem, [candidate.config for candidate in plan.candidates()]
 
 

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.attention.arguments import AttentionArguments
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, dequantize_groups
 from pallas_kernels.formats.rounding import accumulation_dtype
-from pallas_kernels.formats.token_codes import FullTokens, TokenCodesLayer
+from pallas_kernels.formats.token_codes import FullTokens, Layer, TokenCodesLayer
 from pallas_kernels.formats.views import BOTH_PLANES, ChosenTokens, DenseView, HeldKeys, ListedGroups, View
 
 CHUNK_TOKENS = 1024
@@ -25,9 +24,10 @@ Partial = tuple[Array, Array, Array]  # running maximum [B, K, R], sum of expone
 Load = Callable[[Array | int], tuple[Array, Array, Bool[Array, "B #K #R S"]]]
 
 
-def decode_attention(args: AttentionArguments) -> tuple[Float[Array, "B T N H"], Float[Array, "B K T C"] | None]:
+def decode_attention(
+    q: Float[Array, "B T N H"], layer: Layer, lengths: Lengths, view: View
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B K T C"] | None]:
     """See `pallas_kernels.attention.decode_attention`."""
-    q, layer, lengths, view = args
     (B, T, N, _), K = q.shape, layer.buffer.keys.shape[1]
     rows = _rows(q, K)
     partial, by_group = _full(rows, layer.buffer, lengths.buffered, T), None

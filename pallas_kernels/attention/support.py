@@ -3,18 +3,17 @@
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels.attention.arguments import AttentionArguments
 from pallas_kernels.formats.kv_cache import HierarchicalLayer, Lengths
-from pallas_kernels.formats.views import ChosenTokens, LargestMass, ListedGroups
+from pallas_kernels.formats.token_codes import Layer
+from pallas_kernels.formats.views import ChosenTokens, LargestMass, ListedGroups, View
 
 MAX_TOKENS = 16
 HEAD_DIMS = (64, 128, 256)
 GROUP_SIZES = (64, 128)
 
 
-def unsupported(args: AttentionArguments) -> str | None:
+def unsupported(q: Array, layer: Layer, lengths: Lengths, view: View) -> str | None:
     """Why no GPU kernel takes these arguments, or None. They read memory by its bytes: every dtype counts."""
-    q, layer, lengths, view = args
     arrays = [q, layer.buffer.keys, layer.buffer.values]
     if isinstance(layer, HierarchicalLayer):
         arrays += [x for planes in (layer.keys, layer.values) for x in (planes.scale, planes.zero)]

@@ -9,11 +9,11 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import tuning
 from pallas_kernels.attention import support
-from pallas_kernels.attention.arguments import AttentionArguments
 from pallas_kernels.attention.partials import block_rows, merged
 from pallas_kernels.dispatch import multiprocessors, no_triton, shared_memory
-from pallas_kernels.formats.token_codes import TokenCodesLayer
-from pallas_kernels.formats.views import ListedGroups
+from pallas_kernels.formats.kv_cache import Lengths
+from pallas_kernels.formats.token_codes import Layer, TokenCodesLayer
+from pallas_kernels.formats.views import ListedGroups, View
 
 KERNEL = "attention.triton"
 WAVES = 64  # programs for each multiprocessor, at most: more only cost memory
@@ -46,24 +46,26 @@ class Config:
             raise ValueError(f"num_stages is {self.num_stages}, should be at most {MAX_STAGES}")
 
 
-def unsupported(args: AttentionArguments) -> str | None:
+def unsupported(q: Array, layer: Layer, lengths: Lengths, view: View) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
     if reason := no_triton():
         return reason
-    if isinstance(args.layer, TokenCodesLayer):
+    if isinstance(layer, TokenCodesLayer):
         return "reads groups of tokens, not tokens in KIVI's format or with a scale each"
-    if reason := support.unsupported(args):
+    if reason := support.unsupported(q, layer, lengths, view):
         return reason
-    return "does not yet say what it observes" if args.view.observed else None
+    return "does not yet say what it observes" if view.observed else None
 
 
-def decode_attention(args: AttentionArguments, *, config: Config | None = None) -> tuple[Float[Array, "B T N H"], None]:
+def decode_attention(
+    q: Float[Array, "B T N H"], layer: Layer, lengths: Lengths, view: View, *, config: Config | None = None
+) -> tuple[Float[Array, "B T N H"], None]:
     """See `pallas_kernels.attention.decode_attention`."""
     import jax_triton
 
     from pallas_kernels.attention import triton_kernel
 
-    problem, (q, layer, lengths, view) = _Problem.of(args), args
+    problem = _Problem.of(q, layer, view)
     B, T, N, H = q.shape
     K, capacity = layer.buffer.keys.shape[1:3]
     rows = T * (N // K)
@@ -110,9 +112,9 @@ def decode_attention(args: AttentionArguments, *, config: Config | None = None) 
     return merged(*found, q), None
 
 
-def tunable(args: AttentionArguments) -> tuple[str, dict, list[Config]]:
+def tunable(q: Array, layer: Layer, lengths: Lengths, view: View) -> tuple[str, dict, list[Config]]:
     """The kernel, the problem, and the configurations to measure, the default first, for `tuning`."""
-    problem = _Problem.of(args)
+    problem = _Problem.of(q, layer, view)
     return KERNEL, problem.named, problem.candidates()
 
 
@@ -134,8 +136,7 @@ class _Problem:
     list_width: int | None = None
 
     @classmethod
-    def of(cls, args: AttentionArguments) -> "_Problem":
-        q, layer, _, view = args
+    def of(cls, q: Array, layer: Layer, view: View) -> "_Problem":
         B, T, N, H = q.shape
         quantized, K = layer.groups > 0, layer.buffer.keys.shape[1]
         rows = T * (N // K)

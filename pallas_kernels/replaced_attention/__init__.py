@@ -6,7 +6,6 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.formats.kv_cache import Lengths
 from pallas_kernels.formats.token_codes import FullTokens, TokenCodesLayer
-from pallas_kernels.replaced_attention.arguments import ReplacedArguments
 
 
 def attend_and_choose(
@@ -36,5 +35,5 @@ def attend_and_choose(
     Raises:
         NotImplementedError: the implementation asked for does not support the device or the shapes.
     """
-    args = ReplacedArguments(q, layer, lengths, replaced, k)
-    return choose("replaced_attention", implementation, args).attend_and_choose(args)
+    args = q, layer, lengths, replaced, k
+    return choose("replaced_attention", implementation, *args).attend_and_choose(*args)

@@ -1,20 +1,20 @@
 """Attention with replaced tokens on NVIDIA Hopper in Pallas Mosaic GPU."""
 
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import mosaic_low_bits
 from pallas_kernels.attention.partials import merged
+from pallas_kernels.formats.kv_cache import Lengths
+from pallas_kernels.formats.token_codes import FullTokens, TokenCodesLayer
 from pallas_kernels.gather import mosaic_gpu as gather
 from pallas_kernels.replaced_attention import choice, mosaic_choice
-from pallas_kernels.replaced_attention.arguments import ReplacedArguments
 
 MAX_REPLACED = 128  # tokens of a KV head: each of a warp's 32 lanes holds the positions of up to 4 of them
 
 
-def unsupported(args: ReplacedArguments) -> str | None:
+def unsupported(q: Array, layer: TokenCodesLayer, lengths: Lengths, replaced: FullTokens, k: int) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
-    q, layer, lengths, replaced, _ = args
     if reason := mosaic_low_bits.unsupported(q, layer, lengths):
         return reason
     if (dtype := replaced.keys_values.dtype) != jnp.bfloat16:
@@ -26,9 +26,10 @@ def unsupported(args: ReplacedArguments) -> str | None:
     return None if layer.keys.tokens else "needs room for tokens in codes"
 
 
-def attend_and_choose(args: ReplacedArguments) -> tuple[Array, Array]:
+def attend_and_choose(
+    q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths: Lengths, replaced: FullTokens, k: int
+) -> tuple[Float[Array, "B T N H"], Int[Array, "B K k"]]:
     """See `pallas_kernels.replaced_attention.attend_and_choose`."""
-    q, layer, lengths, replaced, k = args
     # The tokens that the layer before chose are being fetched, if the store is in host memory. Otherwise these multiprocessors are idle.
     plan = mosaic_low_bits.Plan.of(q, layer, replaced.positions.shape[2], occupied=gather.occupied())
     found = mosaic_low_bits.run(plan, q, lengths, layer, replaced)

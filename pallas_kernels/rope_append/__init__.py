@@ -4,7 +4,6 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.formats.kv_cache import FullLayer
-from pallas_kernels.rope_append.arguments import RopeAppendArguments
 from pallas_kernels.rope_append.reference import rotate as rotate
 from pallas_kernels.rope_append.reference import split_and_rotate as split_and_rotate
 
@@ -30,5 +29,5 @@ def rotate_and_append(
     Raises:
         NotImplementedError: the implementation asked for does not support the device or the shapes.
     """
-    args = RopeAppendArguments(qkv, cos, sin, buffer, offset)
-    return choose("rope_append", implementation, args, slow_reference=False).rotate_and_append(args)
+    args = qkv, cos, sin, buffer, offset
+    return choose("rope_append", implementation, *args, slow_reference=False).rotate_and_append(*args)

@@ -13,15 +13,13 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.dispatch import no_mosaic_gpu
 from pallas_kernels.formats.kv_cache import FullLayer
 from pallas_kernels.gpu.launch import launch
-from pallas_kernels.rope_append.arguments import RopeAppendArguments
 
 THREADS = 128  # of a block: a warpgroup
 MAX_TOKENS = 256  # of all rows together
 
 
-def unsupported(args: RopeAppendArguments) -> str | None:
+def unsupported(qkv: Array, cos: Array, sin: Array, buffer: FullLayer, offset: Int[Array, "B"]) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
-    qkv, _, _, buffer, offset = args
     if reason := no_mosaic_gpu():
         return reason
     if others := {a.dtype.name for a in (qkv, buffer.keys, buffer.values)} - {"bfloat16"}:
@@ -37,9 +35,10 @@ def unsupported(args: RopeAppendArguments) -> str | None:
     return None
 
 
-def rotate_and_append(args: RopeAppendArguments) -> tuple[Float[Array, "B T N H"], FullLayer]:
+def rotate_and_append(
+    qkv: Array, cos: Array, sin: Array, buffer: FullLayer, offset: Int[Array, "B"]
+) -> tuple[Float[Array, "B T N H"], FullLayer]:
     """See `pallas_kernels.rope_append.rotate_and_append`."""
-    qkv, cos, sin, buffer, offset = args
     return run(qkv, cos.astype(qkv.dtype), sin.astype(qkv.dtype), buffer, offset)
 
 

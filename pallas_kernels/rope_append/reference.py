@@ -1,15 +1,15 @@
 """RoPE and append in plain JAX."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.formats.kv_cache import FullLayer
-from pallas_kernels.rope_append.arguments import RopeAppendArguments
 
 
-def rotate_and_append(args: RopeAppendArguments) -> tuple[Float[Array, "B T N H"], FullLayer]:
+def rotate_and_append(
+    qkv: Array, cos: Array, sin: Array, buffer: FullLayer, offset: Int[Array, "B"]
+) -> tuple[Float[Array, "B T N H"], FullLayer]:
     """See `pallas_kernels.rope_append.rotate_and_append`."""
-    qkv, cos, sin, buffer, offset = args
     q, k, v = split_and_rotate(qkv, cos, sin, kv_heads=buffer.keys.shape[1])
     return q, buffer.append(_two_rows(k), _two_rows(v), jnp.maximum(offset, 0))  # a negative one would count from the end
 

@@ -14,9 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels import append_attend, dispatch
-from pallas_kernels.append_attend.arguments import AppendAttendArguments
 from pallas_kernels.attention import decode_attention
-from pallas_kernels.attention.arguments import AttentionArguments
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
 from pallas_kernels.formats.views import FULL_PRECISION, View
 from pallas_kernels.rope_append import rotate_and_append
@@ -196,9 +194,9 @@ def unsupported(shape: AttentionShape, implementation: str) -> str | None:
             return "does not append; the reference is all kernels one after the other"
         module = importlib.import_module(f"pallas_kernels.append_attend.{implementation}")
         projections = jax.eval_shape(lambda: random_projections(shape, 0))
-        return module.unsupported(AppendAttendArguments(*projections, *problem[1:]))
+        return module.unsupported(*projections, *problem[1:])
     module = importlib.import_module(f"pallas_kernels.attention.{implementation}")
-    return module.unsupported(AttentionArguments(*problem))
+    return module.unsupported(*problem)
 
 
 def _problem(shape: AttentionShape, seed: int) -> tuple[Array, HierarchicalLayer | FullLayer, Lengths, View]:
@@ -217,7 +215,7 @@ def _attend(implementation: str, config=None):
         call = functools.partial(decode_attention, implementation=implementation)
     else:
         module = importlib.import_module(f"pallas_kernels.attention.{implementation}")
-        call = lambda *args: module.decode_attention(AttentionArguments(*args), config=config)
+        call = lambda *args: module.decode_attention(*args, config=config)
     # Without the barrier XLA would leave out what is made of the mass and not used.
     return lambda *args: jax.lax.optimization_barrier(call(*args))[0]
 
@@ -227,7 +225,7 @@ def _append_and_attend(implementation: str, config=None) -> Callable:
     if config is None:
         return functools.partial(append_attend.append_and_attend, implementation=implementation)
     module = importlib.import_module(f"pallas_kernels.append_attend.{implementation}")
-    return lambda *args: module.append_and_attend(AppendAttendArguments(*args), config=config)
+    return lambda *args: module.append_and_attend(*args, config=config)
 
 
 def time_appended(function: Callable, shape: AttentionShape, *, repeats: int) -> Timing:

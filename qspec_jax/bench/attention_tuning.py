@@ -10,7 +10,6 @@ import jax
 from rich.console import RenderableType
 
 from pallas_kernels import tuning
-from pallas_kernels.attention.arguments import AttentionArguments
 from qspec_jax.bench import attention
 from qspec_jax.bench.attention_shapes import AttentionShape, random_problem, random_view
 from qspec_jax.bench.kernels import KernelRow
@@ -152,9 +151,9 @@ def choose(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _tunable(shape: AttentionShape, implementation: str) -> tuple[str, dict, list]:
-    args = jax.eval_shape(lambda: AttentionArguments(*random_problem(shape, 0), random_view(shape, 0)))
+    args = jax.eval_shape(lambda: (*random_problem(shape, 0), random_view(shape, 0)))
     module = importlib.import_module(f"pallas_kernels.attention.{implementation}")
-    return module.tunable(args)
+    return module.tunable(*args)
 
 
 def _describe(config: dict[str, int]) -> str:

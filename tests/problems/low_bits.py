@@ -9,7 +9,6 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from pallas_kernels.attention import decode_attention, mosaic_low_bits, reference
-from pallas_kernels.attention.arguments import AttentionArguments
 from pallas_kernels.attention.partials import merged
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.low_bits import LowBits
@@ -63,7 +62,7 @@ def random_codes(
 @jax.jit
 def exactly(q: Array, layer: TokenCodesLayer, lengths: Lengths) -> Array:
     """What the reference reads, in float32."""
-    return reference.decode_attention(AttentionArguments(WIDE(q), WIDE(layer), lengths, BOTH_PLANES))[0]
+    return reference.decode_attention(WIDE(q), WIDE(layer), lengths, BOTH_PLANES)[0]
 
 
 @jax.jit
@@ -87,7 +86,7 @@ def _attended(q: Array, held: list[Array], layer: TokenCodesLayer, lengths: Leng
     at = jnp.where(token < quantized, token, token - quantized + size)
     layer = FullLayer(*(jnp.take_along_axis(x, at[:, None, :, None], 2, mode="clip") for x in joined))
     lengths = Lengths(jnp.zeros_like(lengths.quantized), lengths.total)
-    return reference.decode_attention(AttentionArguments(WIDE(q), layer, lengths, FULL_PRECISION))[0]
+    return reference.decode_attention(WIDE(q), layer, lengths, FULL_PRECISION)[0]
 
 
 def attend_replaced(
