@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import hf_config, write_checkpoint
+from huggingface_hub import constants
 
 from qspec_jax import demo
 from qspec_jax.checkpoints import hub
@@ -69,53 +70,69 @@ def server(tmp_path):
         (source / left).parent.mkdir(exist_ok=True)
         (source / left).write_text("raise SystemExit")
     with Hub(source) as hub:
-        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        threading.Thread(target=hub.serve_forever, args=(0.02,), daemon=True).start()
         yield hub
         hub.shutdown()
 
 
-def qspec(tmp_path: Path, *arguments, **environment) -> subprocess.CompletedProcess:
-    settings = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"} | environment
-    command = [sys.executable, "-m", "qspec_jax.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=settings, cwd=tmp_path, timeout=120)
+@pytest.fixture
+def here(run, tmp_path, monkeypatch):
+    """Runs a command in this process, with settings of huggingface_hub, which reads its environment variables only when it is imported."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments, **settings) -> tuple[int, str, str]:
+        hub._fetched.cache_clear()
+        settings |= {"HF_HUB_CACHE": str(tmp_path / "home" / "hub")}
+        if "ENDPOINT" in settings:
+            url = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
+            settings |= {"HUGGINGFACE_CO_URL_TEMPLATE": settings["ENDPOINT"] + url}
+        with monkeypatch.context() as patch:
+            for name, value in settings.items():
+                patch.setattr(constants, name, value)
+            return run(*arguments)
+
+    yield call
+    hub._fetched.cache_clear()
 
 
-def test_a_name_is_converted_and_verified(server, tmp_path):
-    here = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
-    ran = qspec(tmp_path, "convert", "org/name@v1", "out", "--json", **here)
+def test_a_name_is_converted_and_verified(server, here, tmp_path):
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_ENDPOINT": endpoint}
+    command = [sys.executable, "-m", "qspec_jax.cli", "convert", "org/name@v1", "out", "--json"]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120)
     assert (ran.returncode, ran.stderr) == (0, "") and json.loads(ran.stdout)["source"] == f"org/name@{COMMIT}"
     shards = [path.name for path in server.folder.glob("model-*.safetensors")]
     assert sorted(server.asked) == sorted(["config.json", "tokenizer.json", "model.safetensors.index.json", *shards])
     direct, converted = load_model(server.folder).weights(), load_model(tmp_path / "out").weights()
     assert all((direct[path] == converted[path]).all() for path in direct) and direct.keys() == converted.keys()
     # From now on without a network.
-    ran = qspec(tmp_path, "verify", f"org/name@{COMMIT}", "out", HF_HUB_OFFLINE="1")
-    assert ran.returncode == 0 and "all as in the source" in ran.stdout
-    ran = qspec(tmp_path, "info", f"org/name@{COMMIT}", HF_HUB_OFFLINE="1")
-    assert ran.returncode == 0 and "LlamaForCausalLM" in ran.stdout
+    code, out, _ = here("verify", f"org/name@{COMMIT}", "out", HF_HUB_OFFLINE=True)
+    assert code == 0 and "all as in the source" in out
+    code, out, _ = here("info", f"org/name@{COMMIT}", HF_HUB_OFFLINE=True)
+    assert code == 0 and "LlamaForCausalLM" in out
     # The server has no such repository, and what is here goes first.
-    ran = qspec(tmp_path, "convert", "org/other", "again", **here)
-    assert ran.returncode == 2 and "org/other: no such directory" in ran.stderr and "RepositoryNotFoundError" in ran.stderr
+    code, _, err = here("convert", "org/other", "again", ENDPOINT=endpoint)
+    assert code == 2 and "org/other: no such directory" in err and "RepositoryNotFoundError" in err
     shutil.copytree(server.folder, tmp_path / "org" / "other")
-    assert qspec(tmp_path, "convert", "org/other", "again", **here).returncode == 0
+    assert here("convert", "org/other", "again", ENDPOINT=endpoint)[0] == 0
 
 
-def test_weights_that_the_index_has_in_a_folder_are_fetched(server, tmp_path):
+def test_weights_that_the_index_has_in_a_folder_are_fetched(server, here):
     shard, index = "model-00002-of-00002.safetensors", server.folder / "model.safetensors.index.json"
     (server.folder / "weights").mkdir()
     (server.folder / shard).rename(server.folder / "weights" / shard)
     (server.folder / "weights" / "other.safetensors").write_text("")
     index.write_text(index.read_text().replace(shard, f"weights/{shard}"))
-    ran = qspec(tmp_path, "info", "org/name", "--json", HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}")
-    assert (ran.returncode, ran.stderr) == (0, "") and json.loads(ran.stdout)["num_layers"] == 2
+    code, out, err = here("info", "org/name", "--json", ENDPOINT=f"http://127.0.0.1:{server.server_port}")
+    assert (code, err) == (0, "") and json.loads(out)["num_layers"] == 2
     assert f"weights/{shard}" in server.asked and not any("other" in name or "original" in name for name in server.asked)
 
 
-def test_without_a_network(tmp_path):
-    for how in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}):
-        ran = qspec(tmp_path, "convert", "org/name", "out", **how)
-        assert (ran.returncode, ran.stdout) == (2, "") and not (tmp_path / "out").exists()
-        assert len(ran.stderr.splitlines()) == 1 and "org/name: no such directory, and it cannot be fetched from the" in ran.stderr
+def test_without_a_network(here, tmp_path):
+    for how in ({"HF_HUB_OFFLINE": True}, {"ENDPOINT": "http://127.0.0.1:9"}):
+        code, out, err = here("convert", "org/name", "out", **how)
+        assert (code, out) == (2, "") and not (tmp_path / "out").exists()
+        assert len(err.splitlines()) == 1 and "org/name: no such directory, and it cannot be fetched from the" in err
 
 
 @pytest.mark.parametrize("name", ["nowhere", "/nowhere/model", "../org/name", "a/b/c", "org/name@", "org/na me"])
