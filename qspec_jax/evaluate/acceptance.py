@@ -147,30 +147,18 @@ def compile_side_by_side(runs: Iterable[Run]) -> None:
 
 
 class _Forced:
-    """One measurement of `teacher_forced`, whose programs may be compiled before it is made."""
+    """One measurement of `teacher_forced`, whose arguments it has; its programs may be compiled before it is made."""
 
-    def __init__(
-        self,
-        model: Llama,
-        draft: Draft,
-        texts: Sequence[Sequence[int]],
-        config: GenerationConfig,
-        key: Key[Array, ""],
-        tokenizer: Any = None,
-        cache: CacheChoice | None = None,
-    ):
-        config = beside_draft(config)
+    def __init__(self, model: Llama, draft: Draft, texts: Sequence[Sequence[int]], config: GenerationConfig, *others: Any):
+        config = dataclasses.replace(beside_draft(config), ignore_eos=True)
         new, gamma = config.max_new_tokens, config.num_speculative_tokens
         if min(map(len, texts)) <= new:
             raise InputError(f"a text has {min(map(len, texts))} tokens; each should have more than the {new} to walk")
-        config = dataclasses.replace(config, ignore_eos=True)
         prompts = [list(text[:-new]) for text in texts]
         check(model, prompts, config)
         self.new = new
         self.real = jnp.asarray([list(text[-new:]) + [0] * (gamma + 1) for text in texts], jnp.int32)
-        self.engine, settings = _set_up(model, draft, prompts, config, key, tokenizer, cache)
-        self.sampler, _, self.limits = settings
-        self.prefill = self.engine.prefill_of(prompts, *settings)
+        self.engine, self.sampler, self.limits, self.prefill = _set_up(model, draft, prompts, config, *others)
         self.programs = None
 
     def compile(self) -> None:
@@ -204,8 +192,7 @@ class _Forced:
 
 def check_draft(model: Llama, draft: Draft, prompts: Sequence[Sequence[int]], config: GenerationConfig) -> None:
     """Raises InputError if a draft cannot be used with these prompts; only shapes are computed."""
-    engine, settings = _set_up(model, draft, prompts, config, jax.random.key(0), None, None)
-    engine.prefill_of(prompts, *settings).shapes()
+    _set_up(model, draft, prompts, beside_draft(config), jax.random.key(0))[-1].shapes()
 
 
 def _set_up(
@@ -214,17 +201,16 @@ def _set_up(
     prompts: Sequence[Sequence[int]],
     config: GenerationConfig,
     key: Key[Array, ""],
-    tokenizer: Any,
-    cache: CacheChoice | None,
-) -> tuple[Engine, tuple[Sampler, Key[Array, "B"], Limits]]:
-    """An engine for these prompts with the sampler, keys and limits of its prefill. Raises InputError for too long prompts."""
-    config = beside_draft(config)
+    tokenizer: Any = None,
+    cache: CacheChoice | None = None,
+) -> tuple[Engine, Sampler, Limits, Any]:
+    """An engine for these prompts, the sampler and limits of its prefill, and the prefill. Raises InputError for too long prompts."""
     sizes = dict(prompt_tokens=max(map(len, prompts)), max_new_tokens=config.max_new_tokens)
     engine = Engine(model, draft, cache=cache or config.cache_config, gamma=config.num_speculative_tokens, **sizes)
     for i, prompt in enumerate(prompts):
         check_draft_room(engine.draft, f"prompt {i}", len(prompt), config.max_new_tokens)
-    limits = make_limits(model, *[config] * len(prompts), tokenizer=tokenizer)
-    return engine, (make_sampler(config), prompt_keys(key, len(prompts)), limits)
+    sampler, limits = make_sampler(config), make_limits(model, *[config] * len(prompts), tokenizer=tokenizer)
+    return engine, sampler, limits, engine.prefill_of(prompts, sampler, prompt_keys(key, len(prompts)), limits)
 
 
 def ratio(parts: Int[np.ndarray, "B"], wholes: Int[np.ndarray, "B"]) -> tuple[float | None, float | None]:
