@@ -25,7 +25,6 @@ STANDARD = Path("-")  # standard input or standard output
 UNFINISHED, UNLOCKED = "UNFINISHED", "UNLOCKED"  # markers in a folder in which something is being written
 SUFFIX = ".unfinished"  # of such a folder's name
 OLD = "old"  # a folder in it, with the directory that is being replaced
-PARTIAL = ".partial"  # suffix of a file beside an output, with its finished part
 _POINTER = b"version https://git-lfs.github.com/spec/"
 IS_POINTER = "is a git-lfs pointer and not the file itself; `git lfs pull` in its folder fetches that"
 half_written: set[Path] = set()  # such folders of this process; `qspec_jax.cli.process` waits until they are removed

@@ -265,6 +265,18 @@ def test_only_a_run_with_results_leaves_a_journal(found, tmp_path):
     other.close()
 
 
+def test_a_journal_in_its_form_goes_on(tmp_path):
+    """The bytes are spelled out here: a journal outlives the program that wrote it."""
+    path = tmp_path / "out.partial"
+    path.write_bytes(json.dumps({"run": RUN}).encode() + b'\n{"line": 2, "text": "\\u00e9"}\n{"line": 1, "te')
+    journal = Journal(tmp_path / "out", RUN, overwrite=False)
+    assert journal.done == {2: {"line": 2, "text": "é"}}
+    journal.add({"line": 1})
+    assert path.read_bytes() == json.dumps({"run": RUN}).encode() + b'\n{"line": 2, "text": "\\u00e9"}\n{"line": 1}\n'
+    journal.finish()
+    assert (tmp_path / "out").read_text() == '{"line": 1}\n{"line": 2, "text": "\\u00e9"}\n'
+
+
 def test_a_run_of_the_version_before_does_not_go_on(fails, tmp_path):
     """Its settings and its version were hashed in another way; the input was hashed as it is now."""
     lines = "".join(json.dumps({"prompt": f"def f{i}(x):", "max_new_tokens": 4}) + "\n" for i in range(4))

@@ -1,17 +1,14 @@
 """The journal of a run: results that are there already, so that a run that was killed goes on."""
 
 import contextlib
-import fcntl
 import hashlib
-import json
-import os
-import stat
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from qspec_jax.errors import InputError, one_line, writing
-from qspec_jax.files import PARTIAL, check_writable, is_replaced, output_to, real, to_json
+from qspec_jax.files import check_writable, is_replaced, output_to, real, to_json
+from qspec_jax.partial_file import PartialFile
 
 # Raised with every change after which a run may have other results: no run goes on with the results of another program.
 REVISION = b"2"
@@ -28,8 +25,8 @@ class Journal:
     """The results that a run has so far, in a file next to the output, with one line for each.
 
     A result is an object with its line's number as `line`, which is what is written to the output; see `kept` for one of another form.
-    If the output is a symbolic link, the file is next to the file that it leads to. A pipe or a device has no journal: then `path` is None,
-    and the output is opened here, so that one that cannot be written is refused before the work.
+    A pipe or a device has no journal: then `path` is None, and the output is opened here, so that one that cannot be written is refused
+    before the work.
     """
 
     def __init__(self, output: Path, run: dict[str, str], *, overwrite: bool):
@@ -41,68 +38,40 @@ class Journal:
             self._write_result = self._result.enter_context(output_to(output))
             return
         with writing(output):
-            place = real(output)
             if output.is_dir():
                 raise InputError(f"{output}: is a folder; OUTPUT should be a file")
             self._check_not_there(overwrite)
-            check_writable(place)  # only written at the end, so it fails here
-        self.path = place.with_name(place.name + PARTIAL)
-        with writing(self.path):
-            self._file = self._locked()
-            try:
+            check_writable(real(output))  # only written at the end, so it fails here
+        foreign = "not what a run has left, so --overwrite does not touch it; move it away"
+        self._file = PartialFile(output, foreign, needs_lock=True)
+        self.path = self._file.path
+        try:
+            with writing(self.path):
                 self._check_not_there(overwrite)  # another process may have made it since
                 self.done = self._read(run, overwrite)
-            except BaseException:
-                if not os.fstat(self._file.fileno()).st_size:
-                    self.path.unlink()  # it was made here
-                self._file.close()
-                raise
+        except BaseException:
+            self._file.close(remove=not self._file.size)  # without content it was made here
+            raise
 
     def _check_not_there(self, overwrite: bool) -> None:
         if self.output.exists() and not overwrite:
             raise InputError(f"{self.output}: exists already; --overwrite replaces it")
 
-    def _locked(self) -> BinaryIO:
-        """The journal's file, opened and locked. Raises OSError, or InputError where another process has it or it is no regular file."""
-        while True:
-            if os.path.lexists(self.path) and not stat.S_ISREG(self.path.lstat().st_mode):
-                raise self._foreign()
-            # Something else may come there in between: it is neither followed nor waited for.
-            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
-            descriptor = os.open(self.path, flags, 0o666)
-            try:
-                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                    raise self._foreign()
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError:
-                    raise InputError(f"{self.output}: is being written by another process") from None
-                with contextlib.suppress(FileNotFoundError):  # a process that had it has finished, and removed it
-                    if os.path.samestat(os.fstat(descriptor), self.path.lstat()):
-                        return os.fdopen(os.dup(descriptor), "ab+")
-            finally:
-                os.close(descriptor)
-
-    def _foreign(self) -> InputError:
-        return InputError(f"{self.path}: not what a run has left, so --overwrite does not touch it; move it away")
-
     def _read(self, run: dict[str, str], overwrite: bool) -> dict[int, dict]:
-        self._file.seek(0)
-        lines = self._file.read().split(b"\n")
-        whole = sum(len(line) + 1 for line in lines[:-1])  # a last line that was cut short is written again
+        lines, whole = self._file.read()
+        header, *results = lines or [None]
         try:
-            header, *results = [json.loads(line) for line in lines[:-1]] or [None]
             done = {result["line"]: result for result in results}
-        except (ValueError, TypeError, KeyError, RecursionError):
-            raise self._foreign() from None
-        if header is not None and header != {"run": run}:
-            if done and not overwrite:
-                raise InputError(f"{self.path}: {_difference(header, run)}; --overwrite drops the {len(done):,} lines that are done there")
-            whole, done, header = 0, {}, None
-        self._file.truncate(whole)
-        if header is None:
-            self._write({"run": run})
-        return done
+        except (TypeError, KeyError):
+            raise self._file.foreign() from None
+        if header == {"run": run}:
+            self._file.truncate(whole)  # a last line that was cut short is written again
+            return done
+        if done and not overwrite:
+            raise InputError(f"{self.path}: {_difference(header, run)}; --overwrite drops the {len(done):,} lines that are done there")
+        self._file.truncate(0)
+        self._write({"run": run})
+        return {}
 
     def add(self, result: dict) -> None:
         if self._file:
@@ -111,8 +80,7 @@ class Journal:
 
     def _write(self, value: dict) -> None:
         try:
-            self._file.write(to_json(value).encode() + b"\n")
-            self._file.flush()
+            self._file.write(value)
         except OSError as error:
             raise InputError(f"{self.path}: cannot be written ({one_line(error)}){self.goes_on}") from None
 
@@ -127,20 +95,15 @@ class Journal:
         except InputError as error:
             raise InputError(f"{error}{self.goes_on}") from None
         if self._file:
-            with contextlib.suppress(OSError):
-                self.path.unlink()
+            self._file.close(remove=True)
         self.close()
 
     def close(self) -> None:
         """Lets another process have the journal. One without any result goes: there is nothing to go on from."""
         with contextlib.suppress(OSError, InputError):  # of a write that failed, and said so
             self._result.close()
-        if self._file and not self._file.closed:
-            with contextlib.suppress(OSError):
-                if not self.done:
-                    self.path.unlink()
-            with contextlib.suppress(OSError):
-                self._file.close()
+        if self._file:
+            self._file.close(remove=not self.done)
 
     @property
     def goes_on(self) -> str:
