@@ -146,8 +146,8 @@ def choose(
 ) -> ModuleType:
     """The module of package `pallas_kernels.<operation>` to run, for the device that is traced for (see `on`).
 
-    Modules are imported when they are considered. Each has a function `unsupported` that returns why it cannot run on the arguments, or
-    None if it can. The reference supports everything and comes last.
+    Modules are imported when they are considered. Each has the function of the operation, which its package documents, and a function
+    `unsupported` that returns why it cannot run on the arguments, or None if it can. The reference supports everything and comes last.
 
     Args:
         operation: the name of the package.

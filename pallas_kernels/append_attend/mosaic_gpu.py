@@ -14,7 +14,6 @@ from pallas_kernels.rope_append import mosaic_gpu as rope_append
 
 
 def unsupported(qkv: Array, cos: Array, sin: Array, layer: Layer, lengths: Lengths, view: View) -> str | None:
-    """Why this kernel cannot run on these arguments here, or None."""
     if not isinstance(layer, HierarchicalLayer | FullLayer):
         return "reads groups, and does not support TokenCodesLayer"
     q = _queries(qkv, layer)

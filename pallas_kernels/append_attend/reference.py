@@ -14,7 +14,6 @@ from pallas_kernels.rope_append import rotate_and_append
 def append_and_attend(
     qkv: Array, cos: Array, sin: Array, layer: Layer, lengths: Lengths, view: View
 ) -> tuple[Float[Array, "B T N H"], Layer, Float[Array, "B K T C"] | None]:
-    """See `pallas_kernels.append_attend.append_and_attend`."""
     q, buffer = rotate_and_append(qkv, cos, sin, layer.buffer, lengths.buffered)
     new = layer.with_buffer(buffer)
     longer = dataclasses.replace(lengths, buffered=lengths.buffered + qkv.shape[1])

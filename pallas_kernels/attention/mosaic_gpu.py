@@ -19,13 +19,12 @@ from pallas_kernels.dispatch import no_mosaic_gpu
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
 from pallas_kernels.formats.token_codes import Layer, TokenCodesLayer
 from pallas_kernels.formats.views import ListedGroups, View
-from pallas_kernels.gpu.launch import launch
+from pallas_kernels.gpu.launch import launch, lowered_once
 
 MAX_ROWS = 64, 32, 16, 8  # query rows of a block; another block, which reads the cache again, takes the rest
 
 
 def unsupported(q: Array, layer: Layer, lengths: Lengths, view: View) -> str | None:
-    """Why this kernel cannot run on these arguments here, or None."""
     if isinstance(layer, TokenCodesLayer):
         return mosaic_low_bits.unsupported(q, layer, lengths)
     return no_mosaic_gpu() or support.unsupported(q, layer, lengths, view)
@@ -81,8 +80,7 @@ def tunable(q: Array, layer: Layer, lengths: Lengths, view: View) -> tuple[str, 
     return KERNEL, plan.problem, [candidate.config for candidate in plan.candidates()]
 
 
-# A function of its own in the program: however many layers call it, it is lowered once.
-@functools.partial(jax.jit, static_argnums=0)
+@lowered_once
 def run(
     plan: Plan,
     q: Array,

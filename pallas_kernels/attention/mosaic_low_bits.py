@@ -20,11 +20,10 @@ from pallas_kernels.dispatch import no_mosaic_gpu
 from pallas_kernels.formats.kv_cache import Lengths
 from pallas_kernels.formats.low_bits import LowBits
 from pallas_kernels.formats.token_codes import FullTokens, TokenCodesLayer
-from pallas_kernels.gpu.launch import launch
+from pallas_kernels.gpu.launch import launch, lowered_once
 
 
 def unsupported(q: Array, layer: TokenCodesLayer, lengths: Lengths) -> str | None:
-    """Why this kernel cannot run on these arguments here, or None."""
     if reason := no_mosaic_gpu():
         return reason
     keys, values, (H,) = layer.keys, layer.values, q.shape[3:]
@@ -52,7 +51,6 @@ def unsupported(q: Array, layer: TokenCodesLayer, lengths: Lengths) -> str | Non
 
 
 def decode_attention(q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths: Lengths) -> Float[Array, "B T N H"]:
-    """See `pallas_kernels.attention.decode_attention`."""
     found = run(Plan.of(q, layer), q, lengths, layer)
     return merged(found["out"], found["top"], found["total"], q)
 
@@ -64,8 +62,7 @@ def shares(found: dict[str, Array], positions: Int[Array, "B K n"], quantized: I
     return log_shares(coded, found["replaced_logits"], log_total(found["top"], found["total"]), quantized, positions)
 
 
-# A function of its own in the program: however many layers call it, it is lowered once.
-@functools.partial(jax.jit, static_argnums=0)
+@lowered_once
 def run(
     plan: Plan, q: Float[Array, "B T N H"], lengths: Lengths, layer: TokenCodesLayer, replaced: FullTokens | None = None
 ) -> dict[str, Array]:

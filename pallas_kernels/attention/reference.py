@@ -27,7 +27,6 @@ Load = Callable[[Array | int], tuple[Array, Array, Bool[Array, "B #K #R S"]]]
 def decode_attention(
     q: Float[Array, "B T N H"], layer: Layer, lengths: Lengths, view: View
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K T C"] | None]:
-    """See `pallas_kernels.attention.decode_attention`."""
     (B, T, N, _), K = q.shape, layer.buffer.keys.shape[1]
     rows = _rows(q, K)
     partial, by_group = _full(rows, layer.buffer, lengths.buffered, T), None

@@ -47,7 +47,6 @@ class Config:
 
 
 def unsupported(q: Array, layer: Layer, lengths: Lengths, view: View) -> str | None:
-    """Why this kernel cannot run on these arguments here, or None."""
     if reason := no_triton():
         return reason
     if isinstance(layer, TokenCodesLayer):
@@ -60,7 +59,6 @@ def unsupported(q: Array, layer: Layer, lengths: Lengths, view: View) -> str | N
 def decode_attention(
     q: Float[Array, "B T N H"], layer: Layer, lengths: Lengths, view: View, *, config: Config | None = None
 ) -> tuple[Float[Array, "B T N H"], None]:
-    """See `pallas_kernels.attention.decode_attention`."""
     import jax_triton
 
     from pallas_kernels.attention import triton_kernel

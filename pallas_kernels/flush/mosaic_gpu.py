@@ -26,7 +26,6 @@ ROWS = 64
 
 
 def unsupported(layer: HierarchicalLayer, lengths: Lengths, due: Bool[Array, "B"], *, scheme: str) -> str | None:
-    """Why this kernel cannot run on these arguments here, or None."""
     if reason := no_mosaic_gpu():
         return reason
     if lengths.quantized.dtype != jnp.int32:
@@ -46,7 +45,6 @@ def unsupported(layer: HierarchicalLayer, lengths: Lengths, due: Bool[Array, "B"
 # A function of its own in the program: however many layers call it, it is lowered once.
 @functools.partial(jax.jit, static_argnames="scheme")
 def flush(layer: HierarchicalLayer, lengths: Lengths, due: Bool[Array, "B"], *, scheme: str) -> HierarchicalLayer:
-    """See `pallas_kernels.flush.flush`."""
     batch, kv_heads, _, head_dim = layer.buffer.keys.shape
     places = layer.next_places(lengths, due)
     refs = jax.tree.map(jax.new_ref, dataclasses.replace(layer, pages=None))

@@ -7,7 +7,6 @@ from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Length
 
 
 def flush(layer: HierarchicalLayer, lengths: Lengths, due: Bool[Array, "B"], *, scheme: str) -> HierarchicalLayer:
-    """See `pallas_kernels.flush.flush`."""
     G = layer.group_size
     buffer = layer.buffer
     row, group = layer.next_places(lengths, due)

@@ -1,10 +1,10 @@
-"""One layer of KV cache: its pytrees, the two 4-bit planes, quantize and dequantize in plain JAX.
+"""One layer of KV cache and its quantizer: the pytrees, the two 4-bit planes, quantize and dequantize in plain JAX.
 
 Codes are packed along the axis that a matrix product of attention contracts: channels for keys, tokens for values, which
 are stored transposed (channels before tokens). A byte pairs entries half a row apart, so that a kernel unpacks two contiguous
 runs and never shuffles.
 
-Source: QuantSpec (arXiv 2502.10424), section 4.2 and appendix, for the hierarchical format."""
+Source: QuantSpec (arXiv 2502.10424), section 4.2 and appendix D, for the hierarchical format."""
 
 import dataclasses
 from typing import ClassVar, Self

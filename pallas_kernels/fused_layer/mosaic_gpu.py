@@ -22,7 +22,7 @@ from pallas_kernels.dispatch import devices, multiprocessors, no_mosaic_gpu
 from pallas_kernels.formats.weights import Int4Weight
 from pallas_kernels.fused_layer.arguments import LayerArguments
 from pallas_kernels.gpu import exchange
-from pallas_kernels.gpu.launch import launch
+from pallas_kernels.gpu.launch import launch, lowered_once
 from pallas_kernels.matmul import support
 from pallas_kernels.matmul.mosaic_gpu import WARPGROUPS
 from pallas_kernels.matmul.mosaic_plan import COUNTER_WORDS, MATH_WARPS, MIN_SLOTS, NUMBERS, Plan, Stage
@@ -33,7 +33,6 @@ MAX_PIECES = 8  # pieces of NUMBERS values of the residual stream that a thread 
 
 
 def unsupported(args: LayerArguments) -> str | None:
-    """Why this kernel cannot run on these arguments here, or None."""
     x, attended, o, norm, gate, up, down, following_norm, following, _, eps, biases, axis = args
     if reason := no_mosaic_gpu():
         return reason
@@ -88,7 +87,6 @@ def plan_for(
 
 
 def between_attentions(args: LayerArguments) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows out"], Array]:
-    """See `pallas_kernels.fused_layer.between_attentions`."""
     x, attended, o, norm, gate, up, down, following_norm, following, handoff, eps, _, axis = args
     rows = math.prod(x.shape[:-1])
     plan = plan_for(rows, o, gate, down, following, eps, num_devices_of(axis))
@@ -117,8 +115,7 @@ def empty_handoff(plan: Plan) -> Array:
     return jnp.where(jnp.arange(plan.handoff_words) < COUNTER_WORDS, jnp.uint32(0), jnp.uint32(ABSENT))
 
 
-# A function of its own in the program: however many layers call it, it is lowered once.
-@functools.partial(jax.jit, static_argnums=0)
+@lowered_once
 def run(
     plan: Plan,
     x: Float[Array, "M D"],

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
 from pallas_kernels.formats.token_codes import FullTokens
 from pallas_kernels.gpu import ptx
-from pallas_kernels.gpu.launch import launch
+from pallas_kernels.gpu.launch import launch, lowered_once
 
 PIECE = 16  # bytes that a lane reads at a time
 LINE = 32 * PIECE  # bytes of a line, at most: what the lanes of a warp read with one load each
@@ -95,7 +95,6 @@ def occupied() -> int:
 
 
 def unsupported(store: Array, positions: Array, fetched: FullTokens | None) -> str | None:
-    """Why this kernel cannot run on these arguments here, or None."""
     if reason := no_mosaic_gpu():
         return reason
     if jax.typeof(store).memory_space != jax.memory.Space.Host:
@@ -115,7 +114,6 @@ def unsupported(store: Array, positions: Array, fetched: FullTokens | None) -> s
 def gather_tokens(
     store: Float[Array, "B K S 2 H"], positions: Int[Array, "B K n"], fetched: FullTokens | None
 ) -> Float[Array, "B K n 2 H"]:
-    """See `pallas_kernels.gather.gather_tokens`."""
     (*_, S, _, H), n = store.shape, positions.shape[2]
     plan = Plan(occupied(), positions.size, n, S, 2 * H * store.dtype.itemsize, 0 if fetched is None else fetched.positions.shape[2])
     if not 0 < plan.fetched <= MAX_FETCHED:
@@ -123,8 +121,7 @@ def gather_tokens(
     return run(plan, store, positions, fetched.keys_values, fetched.positions)
 
 
-# A function of its own in the program: however many layers call it, it is lowered once.
-@functools.partial(jax.jit, static_argnums=0)
+@lowered_once
 def run(
     plan: Plan,
     store: Float[Array, "B K S 2 H"],

@@ -24,6 +24,11 @@ def clusters_at_once(size: int, multiprocessors: int) -> int:
     return multiprocessors // GPC * (MIN_OF_GPC // size)
 
 
+def lowered_once(run: Callable) -> Callable:
+    """Jits a launch `run(plan, *arrays)`: a function of its own in the program, lowered once however many layers call it."""
+    return jax.jit(run, static_argnums=0)
+
+
 def launch(
     name: str,
     emit: Callable,

@@ -10,6 +10,7 @@ replace it here (tests/simulated_ptx.py).
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -20,6 +21,15 @@ from jaxlib.mlir.dialects import arith, cf, llvm, scf
 ABSENT = 0xFFFFFFFF  # a word that no thread has handed over yet: two NaNs in bfloat16 that no conversion gives
 SPIN_TRIES = 1 << 23  # of `spin_wait` for another block: some seconds, where microseconds are to be expected
 DEVICE_SPIN_TRIES = 1 << 26  # for another device, which may begin later: most of a minute
+
+
+def _operator(integers: Callable | None, floats: Callable | None = None) -> Callable:
+    """A method of `Value` by MLIR's operation for integers, or for floats."""
+
+    def method(self: "Value", other: "Value | float") -> "Value":
+        return Value((floats if self.is_float else integers)(self.raw, self.like(other).raw))
+
+    return method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,53 +45,20 @@ class Value:
     def like(self, other: "Value | float") -> "Value":
         return other if isinstance(other, Value) else Value(utils.c(other, self.raw.type))
 
-    def binary(self, other: "Value | float", integers: Callable, floats: Callable | None = None) -> "Value":
-        return Value((floats if self.is_float else integers)(self.raw, self.like(other).raw))
-
-    def __add__(self, other):
-        return self.binary(other, arith.addi, arith.addf)
-
-    def __sub__(self, other):
-        return self.binary(other, arith.subi, arith.subf)
-
-    def __mul__(self, other):
-        return self.binary(other, arith.muli, arith.mulf)
-
-    __radd__, __rmul__ = __add__, __mul__
-
-    def __truediv__(self, other):
-        return self.binary(other, None, arith.divf)
-
-    def __floordiv__(self, other):
-        return self.binary(other, arith.divui)
-
-    def __mod__(self, other):
-        return self.binary(other, arith.remui)
-
-    def __and__(self, other):
-        return self.binary(other, arith.andi)
-
-    def __or__(self, other):
-        return self.binary(other, arith.ori)
-
-    def __xor__(self, other):
-        return self.binary(other, arith.xori)
-
-    def __rshift__(self, other):
-        return self.binary(other, arith.shrui)
-
-    def __lshift__(self, other):
-        return self.binary(other, arith.shli)
-
-    def __lt__(self, other):
-        return Value(arith.cmpi(arith.CmpIPredicate.slt, self.raw, self.like(other).raw))
-
-    def __eq__(self, other):
-        return Value(arith.cmpi(arith.CmpIPredicate.eq, self.raw, self.like(other).raw))
-
-    def __ne__(self, other):
-        return Value(arith.cmpi(arith.CmpIPredicate.ne, self.raw, self.like(other).raw))
-
+    __add__ = __radd__ = _operator(arith.addi, arith.addf)
+    __sub__ = _operator(arith.subi, arith.subf)
+    __mul__ = __rmul__ = _operator(arith.muli, arith.mulf)
+    __truediv__ = _operator(None, arith.divf)
+    __floordiv__ = _operator(arith.divui)
+    __mod__ = _operator(arith.remui)
+    __and__ = _operator(arith.andi)
+    __or__ = _operator(arith.ori)
+    __xor__ = _operator(arith.xori)
+    __rshift__ = _operator(arith.shrui)
+    __lshift__ = _operator(arith.shli)
+    __lt__ = _operator(functools.partial(arith.cmpi, arith.CmpIPredicate.slt))
+    __eq__ = _operator(functools.partial(arith.cmpi, arith.CmpIPredicate.eq))
+    __ne__ = _operator(functools.partial(arith.cmpi, arith.CmpIPredicate.ne))
     __hash__ = object.__hash__
 
 
@@ -357,7 +334,7 @@ def wait_for_copies(pending: int) -> None:
 def copy_bulk(shared: Value, source: Value, size: Value, arrival: Value) -> None:
     """Starts a copy of `size` bytes, a multiple of 16, from global to shared memory, whole lines at a time.
 
-    The bytes count towards the barrier at `arrival`, where somebody announces them (`arrive_with`).
+    The bytes count towards the barrier at `arrival`, where a lane announces them (`arrive_with`).
     """
     code = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
     inline(code, shared, source, size, arrival)

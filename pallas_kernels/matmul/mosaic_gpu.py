@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
 from pallas_kernels.formats.weights import Int4Weight
-from pallas_kernels.gpu.launch import launch
+from pallas_kernels.gpu.launch import launch, lowered_once
 from pallas_kernels.matmul import support
 from pallas_kernels.matmul.mosaic_plan import EPILOGUE_WARPS, MATH_WARPS, PRODUCER_WARPS, Plan, Stage
 
@@ -23,12 +23,10 @@ WARPGROUPS = (MATH_WARPS + PRODUCER_WARPS + EPILOGUE_WARPS) // 4
 
 
 def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:
-    """Why this kernel cannot run on these arguments here, or None."""
     return no_mosaic_gpu() or support.unsupported(x, weights)
 
 
 def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight]) -> Float[Array, "*rows out"]:
-    """See `pallas_kernels.matmul.int4_matmul`."""
     rows = x.reshape(-1, x.shape[-1])
     outputs = tuple(weight.shape[0] for weight in weights)
     y = run(plan_for(rows.shape[0], weights[0].codes.shape[1], outputs), rows, weights)
@@ -39,8 +37,7 @@ def plan_for(rows: int, groups: int, outputs: tuple[int, ...]) -> Plan:
     return Plan.fitting(rows, (Stage(groups, outputs),), multiprocessors())
 
 
-# A function of its own in the program: however many layers call it, it is lowered once.
-@functools.partial(jax.jit, static_argnums=0)
+@lowered_once
 def run(plan: Plan, x: Float[Array, "M in"], weights: Sequence[Int4Weight]) -> Float[Array, "M out"]:
     """The weights' outputs one after the other."""
     from pallas_kernels.matmul import mosaic_block

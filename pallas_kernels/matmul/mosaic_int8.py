@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
 from pallas_kernels.formats.weights import Int8Weight
-from pallas_kernels.gpu.launch import launch
+from pallas_kernels.gpu.launch import launch, lowered_once
 from pallas_kernels.matmul import reference
 from pallas_kernels.matmul.mosaic_int8_plan import MAX_ROWS, TILE, UNIT, WARPS, Plan
 from pallas_kernels.matmul.support import unsupported_skinny
@@ -22,7 +22,6 @@ from pallas_kernels.matmul.transforms import transformable
 
 
 def unsupported(x: Array, weights: Sequence[Int8Weight], *, dtype) -> str | None:
-    """Why this kernel cannot run on these arguments here, or None."""
     if reason := no_mosaic_gpu():
         return reason
     if x.dtype != jnp.bfloat16:
@@ -45,8 +44,7 @@ def plan_for(x: Array, weights: Sequence[Int8Weight], dtype) -> Plan | None:
     return Plan.fitting(math.prod(x.shape[:-1]), x.shape[-1], outputs, multiprocessors(), float32_out)
 
 
-# A function of its own in the program: however many layers call it, it is lowered once.
-@functools.partial(jax.jit, static_argnums=0)
+@lowered_once
 def run(plan: Plan, x: Float[Array, "M in"], weights: Sequence[Int8Weight]) -> Float[Array, "M out"]:
     """The weights' outputs one after the other."""
     from pallas_kernels.matmul import mosaic_int8_block

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
-from pallas_kernels.gpu.launch import varying_as
+from pallas_kernels.gpu.launch import lowered_once, varying_as
 from pallas_kernels.matmul import reference
 from pallas_kernels.matmul.mosaic_plain_plan import MAX_EXACT_INPUTS, MAX_OUTPUTS, MAX_ROWS, STEP, TILE, Plan
 from pallas_kernels.matmul.support import unsupported_skinny
@@ -21,7 +21,6 @@ from pallas_kernels.matmul.transforms import transformable
 
 
 def unsupported(x: Array, weights: Sequence[Array], *, dtype: DTypeLike) -> str | None:
-    """Why this kernel cannot run on these arguments here, or None."""
     if reason := no_mosaic_gpu():
         return reason
     if others := {jnp.dtype(a.dtype).name for a in (x, *weights)} - {"bfloat16"}:
@@ -41,7 +40,6 @@ def skinny_matmul(x: Float[Array, "*rows in"], weights: Sequence[Array], *, dtyp
 
 
 def gated_matmul(x: Float[Array, "*rows in"], gate: Float[Array, "out in"], up: Float[Array, "out in"]) -> Float[Array, "*rows out"]:
-    """See `pallas_kernels.matmul.gated_linear`."""
     return _computed(x, (gate, up), lambda x, weights: reference.gated_matmul(x, *weights), float32_out=False, gated=True)
 
 
@@ -51,8 +49,7 @@ def _computed(x: Array, weights: Sequence[Array], xla, float32_out: bool, gated:
     return transformable(functools.partial(run, plan), xla)(rows, tuple(weights)).reshape(*x.shape[:-1], -1)
 
 
-# A function of its own in the program: however many layers call it, it is lowered once.
-@functools.partial(jax.jit, static_argnums=0)
+@lowered_once
 def run(plan: Plan, x: Float[Array, "M in"], weights: Sequence[Array]) -> Float[Array, "M out"]:
     """The weights' outputs one after the other, or those of a gated pair."""
     from jax.experimental.pallas import mosaic_gpu as plgpu

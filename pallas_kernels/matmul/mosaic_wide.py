@@ -13,14 +13,13 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
 from pallas_kernels.formats.weights import Int4Weight
-from pallas_kernels.gpu.launch import launch
+from pallas_kernels.gpu.launch import launch, lowered_once
 from pallas_kernels.matmul import support
 from pallas_kernels.matmul.mosaic_wide_plan import MAX_ROWS, STEP_GROUPS, Config, Plan
 from pallas_kernels.matmul.support import GROUP_SIZE
 
 
 def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:
-    """Why this kernel cannot run on these arguments here, or None."""
     if reason := no_mosaic_gpu() or support.unsupported(x, weights, MAX_ROWS):
         return reason
     if (groups := weights[0].codes.shape[1]) % STEP_GROUPS:
@@ -36,8 +35,7 @@ def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight], *, c
     return run(plan, rows, tuple(weights)).reshape(*x.shape[:-1], -1)
 
 
-# A function of its own in the program: however many layers call it, it is lowered once.
-@functools.partial(jax.jit, static_argnums=0)
+@lowered_once
 def run(plan: Plan, x: Float[Array, "M in"], weights: Sequence[Int4Weight]) -> Float[Array, "M out"]:
     """The weights' outputs one after the other."""
     from pallas_kernels.matmul import mosaic_wide_block

@@ -12,7 +12,6 @@ from pallas_kernels.formats.weights import Int4Weight, Int8Weight, dequantize_we
 
 
 def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight]) -> Float[Array, "*rows out"]:
-    """See `pallas_kernels.matmul.int4_matmul`."""
     wide = accumulation_dtype(x.dtype)
     # Or XLA dequantizes once, before the decode loop, and keeps every weight in full precision through it.
     x, weights = lax.optimization_barrier((x, tuple(weights)))

@@ -37,7 +37,6 @@ class Config:
 
 
 def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:
-    """Why this kernel cannot run on these arguments here, or None."""
     if reason := no_triton():
         return reason
     if len(weights) > MAX_WEIGHTS:
@@ -46,7 +45,6 @@ def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:
 
 
 def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight], *, config: Config | None = None) -> Float[Array, "*rows out"]:
-    """See `pallas_kernels.matmul.int4_matmul`."""
     import jax_triton
 
     from pallas_kernels.matmul import triton_kernel

@@ -19,7 +19,6 @@ NUMBERS = 8  # of a thread
 
 
 def unsupported(x: Array, added: Array | None, weight: Array) -> str | None:
-    """Why this kernel cannot run on these arguments here, or None."""
     if reason := no_mosaic_gpu():
         return reason
     if others := {a.dtype.name for a in (x, added, weight) if a is not None} - {"bfloat16"}:
@@ -34,7 +33,6 @@ def unsupported(x: Array, added: Array | None, weight: Array) -> str | None:
 def add_rms_norm(
     x: Float[Array, "*rows D"], added: Float[Array, "*rows D"] | None, weight: Float[Array, "D"], *, eps: float
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
-    """See `pallas_kernels.norm.add_rms_norm`."""
 
     def flat(a):
         return a.reshape(-1, x.shape[-1])

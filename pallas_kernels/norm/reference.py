@@ -10,7 +10,6 @@ from pallas_kernels.formats.rounding import accumulation_dtype
 def add_rms_norm(
     x: Float[Array, "*rows D"], added: Float[Array, "*rows D"] | None, weight: Float[Array, "D"], *, eps: float
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
-    """See `pallas_kernels.norm.add_rms_norm`."""
     x = x if added is None else x + added
     wide = x.astype(accumulation_dtype(x.dtype))
     wide = wide * lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps)

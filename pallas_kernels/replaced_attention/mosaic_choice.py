@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 
 from pallas_kernels.attention.mosaic_low_bits_plan import TILE
 from pallas_kernels.dispatch import no_mosaic_gpu
-from pallas_kernels.gpu.launch import launch
+from pallas_kernels.gpu.launch import launch, lowered_once
 from pallas_kernels.gpu.layout import ROOM
 from pallas_kernels.replaced_attention.mosaic_choice_plan import MAX_ENTRIES, MAX_HEADS, Plan
 
@@ -53,8 +53,7 @@ def choose_tokens(found: dict[str, Array], positions: Int[Array, "B K n"], quant
     return run(Plan(B, K, S, N, rows, splits, positions.shape[2], k), inputs, positions, quantized)
 
 
-# A function of its own in the program: however many layers call it, it is lowered once.
-@functools.partial(jax.jit, static_argnums=0)
+@lowered_once
 def run(plan: Plan, found: dict[str, Array], positions: Int[Array, "B K n"], quantized: Int[Array, "B"]) -> Int[Array, "B K k"]:
     """The launch of `choose_tokens`."""
     from pallas_kernels.replaced_attention.mosaic_choice_block import emit_block

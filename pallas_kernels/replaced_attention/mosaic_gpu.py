@@ -14,7 +14,6 @@ MAX_REPLACED = 128  # tokens of a KV head: each of a warp's 32 lanes holds the p
 
 
 def unsupported(q: Array, layer: TokenCodesLayer, lengths: Lengths, replaced: FullTokens, k: int) -> str | None:
-    """Why this kernel cannot run on these arguments here, or None."""
     if reason := mosaic_low_bits.unsupported(q, layer, lengths):
         return reason
     if (dtype := replaced.keys_values.dtype) != jnp.bfloat16:
@@ -29,7 +28,6 @@ def unsupported(q: Array, layer: TokenCodesLayer, lengths: Lengths, replaced: Fu
 def attend_and_choose(
     q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths: Lengths, replaced: FullTokens, k: int
 ) -> tuple[Float[Array, "B T N H"], Int[Array, "B K k"]]:
-    """See `pallas_kernels.replaced_attention.attend_and_choose`."""
     # The tokens that the layer before chose are being fetched, if the store is in host memory. Otherwise these multiprocessors are idle.
     plan = mosaic_low_bits.Plan.of(q, layer, replaced.positions.shape[2], occupied=gather.occupied())
     found = mosaic_low_bits.run(plan, q, lengths, layer, replaced)

@@ -11,6 +11,5 @@ from pallas_kernels.replaced_attention.choice import choose_tokens
 def attend_and_choose(
     q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths: Lengths, replaced: FullTokens, k: int
 ) -> tuple[Float[Array, "B T N H"], Int[Array, "B K k"]]:
-    """See `pallas_kernels.replaced_attention.attend_and_choose`."""
     out, share = attend_replaced(q, layer, lengths, replaced)
     return out, choose_tokens(share, k)

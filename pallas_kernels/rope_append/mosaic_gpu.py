@@ -19,7 +19,6 @@ MAX_TOKENS = 256  # of all rows together
 
 
 def unsupported(qkv: Array, cos: Array, sin: Array, buffer: FullLayer, offset: Int[Array, "B"]) -> str | None:
-    """Why this kernel cannot run on these arguments here, or None."""
     if reason := no_mosaic_gpu():
         return reason
     if others := {a.dtype.name for a in (qkv, buffer.keys, buffer.values)} - {"bfloat16"}:
@@ -38,7 +37,6 @@ def unsupported(qkv: Array, cos: Array, sin: Array, buffer: FullLayer, offset: I
 def rotate_and_append(
     qkv: Array, cos: Array, sin: Array, buffer: FullLayer, offset: Int[Array, "B"]
 ) -> tuple[Float[Array, "B T N H"], FullLayer]:
-    """See `pallas_kernels.rope_append.rotate_and_append`."""
     return run(qkv, cos.astype(qkv.dtype), sin.astype(qkv.dtype), buffer, offset)
 
 

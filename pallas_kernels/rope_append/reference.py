@@ -9,7 +9,6 @@ from pallas_kernels.formats.kv_cache import FullLayer
 def rotate_and_append(
     qkv: Array, cos: Array, sin: Array, buffer: FullLayer, offset: Int[Array, "B"]
 ) -> tuple[Float[Array, "B T N H"], FullLayer]:
-    """See `pallas_kernels.rope_append.rotate_and_append`."""
     q, k, v = split_and_rotate(qkv, cos, sin, kv_heads=buffer.keys.shape[1])
     return q, buffer.append(_two_rows(k), _two_rows(v), jnp.maximum(offset, 0))  # a negative one would count from the end
 

@@ -48,25 +48,11 @@ SAMPLING = {
 
 # Settings of transformers that this library does not have, with the values that change nothing.
 _NOT_TAKEN = {
-    "num_beams": (1,),
-    "penalty_alpha": (0,),
-    "typical_p": (1,),
-    "top_h": (),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
-    "no_repeat_ngram_size": (0,),
-    "min_length": (0,),
-    "min_new_tokens": (0,),
-    "bad_words_ids": ([],),
-    "sequence_bias": (),
-    "suppress_tokens": ([],),
-    "begin_suppress_tokens": ([],),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
-    "exponential_decay_length_penalty": (),
-    "guidance_scale": (1,),
-    "stop_strings": ([],),
-    "watermarking_config": (),
+    **dict.fromkeys(("num_beams", "typical_p", "guidance_scale"), (1,)),
+    **dict.fromkeys(("penalty_alpha", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "min_length", "min_new_tokens"), (0,)),
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "stop_strings"), ([],)),
+    **dict.fromkeys(("top_h", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id"), ()),
+    **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config"), ()),
 }
 
 

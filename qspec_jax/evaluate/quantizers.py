@@ -1,4 +1,6 @@
-"""What the choices of the KV quantizer cost: the axes of groups (QuantSpec, arXiv 2502.10424, table 5), and how 8 bits become 4.
+"""Measures what the choices of the KV quantizer (`pallas_kernels/formats/kv_cache.py`) cost.
+
+They are the axes of groups (QuantSpec, arXiv 2502.10424, table 5), and how 8 bits become 4.
 
 Each is measured with an emulated cache and the model's own weights, so that only the cache differs: the error of the keys and values that
 are read, how well the model predicts real text with them, as draft and as target, and the share of drafts that the target accepts.

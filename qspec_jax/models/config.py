@@ -1,11 +1,12 @@
 """The configuration of a model, read from a Hugging Face config.json and checked."""
 
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from qspec_jax.errors import InputError, flat, warn_once
 from qspec_jax.files import read_json
@@ -50,46 +51,40 @@ class Architecture:
     nope: bool = False
     whole_heads: bool = False
     only_longrope: bool = False
-    defaults: tuple[tuple[str, Any], ...] = ()
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-_QWEN_DEFAULTS = (("max_position_embeddings", 32768), ("num_key_value_heads", 32), ("sliding_window", 4096), ("max_window_layers", 28))
+_QWEN_DEFAULTS = dict(max_position_embeddings=32768, num_key_value_heads=32, sliding_window=4096, max_window_layers=28)
 _ATTENTION_BIAS = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(
-        **_ATTENTION_BIAS, mlp_bias="mlp_bias", whole_heads=True, defaults=(("max_position_embeddings", 2048), ("eos_token_id", 2))
+        **_ATTENTION_BIAS,
+        mlp_bias="mlp_bias",
+        whole_heads=True,
+        defaults=dict(max_position_embeddings=2048, eos_token_id=2),
     ),
     "MistralForCausalLM": Architecture(
         windowed=True,
-        defaults=(("max_position_embeddings", 131072), ("num_key_value_heads", 8), ("sliding_window", 4096), ("eos_token_id", 2)),
+        defaults=dict(max_position_embeddings=131072, num_key_value_heads=8, sliding_window=4096, eos_token_id=2),
     ),
     "Qwen2ForCausalLM": Architecture(qkv_bias=True, defaults=_QWEN_DEFAULTS),
-    "Qwen3ForCausalLM": Architecture(**_ATTENTION_BIAS, qk_norm=True, defaults=(*_QWEN_DEFAULTS, ("head_dim", 128))),
+    "Qwen3ForCausalLM": Architecture(**_ATTENTION_BIAS, qk_norm=True, defaults=_QWEN_DEFAULTS | dict(head_dim=128)),
     "Phi3ForCausalLM": Architecture(
         windowed=True,
         only_longrope=True,
-        defaults=(
-            *(("max_position_embeddings", 4096), ("original_max_position_embeddings", 4096)),
-            *(("rms_norm_eps", 1e-5), ("eos_token_id", 32000)),
-        ),
+        defaults=dict(max_position_embeddings=4096, original_max_position_embeddings=4096, rms_norm_eps=1e-5, eos_token_id=32000),
     ),
     "SmolLM3ForCausalLM": Architecture(
         **_ATTENTION_BIAS,
         mlp_bias="mlp_bias",
         nope=True,
-        defaults=(
-            ("max_position_embeddings", 32768),
-            ("num_key_value_heads", 4),
-            ("rope_theta", 2e6),
-            ("eos_token_id", 128001),
-            ("tie_word_embeddings", True),
-        ),
+        defaults=dict(max_position_embeddings=32768, num_key_value_heads=4, rope_theta=2e6, eos_token_id=128001, tie_word_embeddings=True),
     ),
     "InternLM3ForCausalLM": Architecture(
         qkv_bias="qkv_bias",
         output_bias="bias",
         mlp_bias="bias",
-        defaults=(("max_position_embeddings", 32768), ("num_key_value_heads", 32), ("eos_token_id", 2)),
+        defaults=dict(max_position_embeddings=32768, num_key_value_heads=32, eos_token_id=2),
     ),
 }
 
@@ -135,10 +130,6 @@ class LlamaConfig:
     eos_token_ids: tuple[int, ...]
     dtype: str
     nope_layers: tuple[int, ...] = ()  # the layers without RoPE
-
-    def with_heads(self, num_heads: int, num_kv_heads: int) -> Self:
-        """The configuration with other numbers of query heads and KV heads."""
-        return dataclasses.replace(self, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
     @property
     def max_length(self) -> int:
@@ -191,7 +182,7 @@ class _Reader:
             raise self.error(f"architecture {self.name} is not supported; supported are {', '.join(ARCHITECTURES)}")
         self.architecture = ARCHITECTURES[self.name]
         # A null hides the architecture's default, and then counts as an absent key.
-        self.raw = {k: v for k, v in (dict(self.architecture.defaults) | dict(raw)).items() if v is not None}
+        self.raw = {k: v for k, v in {**self.architecture.defaults, **raw}.items() if v is not None}
 
     def architecture_of(self, raw: Mapping[str, Any]) -> str:
         """The architecture's name: that of the model type, as in transformers, unless `architectures` names a model of another kind."""
@@ -211,7 +202,9 @@ class _Reader:
     def error(self, what: str) -> InputError:
         return InputError(f"{self.source}: {flat(what)}")
 
-    def number(self, name: str, default=None, *, of: Mapping[str, Any] | None = None, kind=int, above: float = 0, most: float = math.inf):
+    def number(
+        self, name: str, default=None, *, of: Mapping[str, Any] | None = None, kind=int, above: float = 0, maximum: float = math.inf
+    ):
         value = (self.raw if of is None else of).get(name, default)
         if value is None:
             raise self.error(f"{name} is missing")
@@ -224,8 +217,8 @@ class _Reader:
             raise self.error(f"{name} is {value!r}, not {'a whole number' if kind is int else 'a finite number'}")
         if value <= above:
             raise self.error(f"{name} is {value}, should be more than {above}")
-        if value > most:
-            raise self.error(f"{name} is {value}, should be at most {most:g}")
+        if value > maximum:
+            raise self.error(f"{name} is {value}, should be at most {maximum:g}")
         return kind(value)
 
     def flag(self, name: str, default: bool = False, *, of: Mapping[str, Any] | None = None) -> bool:
@@ -251,7 +244,7 @@ class _Reader:
         if self.architecture.whole_heads and hidden % heads:
             raise self.error(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, as {self.name} needs it")
         positions = self.number("max_position_embeddings")
-        layers, vocab_size = self.number("num_hidden_layers", most=1000), self.number("vocab_size")
+        layers, vocab_size = self.number("num_hidden_layers", maximum=1000), self.number("vocab_size")
         config = LlamaConfig(
             architecture=self.name,
             vocab_size=vocab_size,
@@ -282,7 +275,7 @@ class _Reader:
     def eos_token_ids(self, vocab_size: int) -> tuple[int, ...]:
         ids = self.raw.get("eos_token_id")
         # The default for the architecture's own vocabulary is no mistake in a file with a smaller one.
-        assumed = ids is not None and ids == dict(self.architecture.defaults).get("eos_token_id")
+        assumed = ids is not None and ids == self.architecture.defaults.get("eos_token_id")
         return (ids,) if assumed else eos_token_ids(ids, self.source, vocab_size)
 
     def nope_layers(self, layers: int) -> tuple[int, ...]:
@@ -339,33 +332,33 @@ class _Reader:
         if unused := sorted(map(str, given.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_ROPE_KEYS[rope_type]})):
             # As transformers does; many files have keys such as `finetuned`.
             warn_once(log, f"{self.source}: rope type {rope_type} does not use {flat(', '.join(unused))} of the rope settings")
-        theta = self.number("rope_theta", self.raw.get("rope_theta", 10000.0), of=given, kind=float, above=1)
+        real = functools.partial(self.number, of=given, kind=float)
+        theta = real("rope_theta", self.raw.get("rope_theta", 10000.0), above=1)
         if rope_type == "default":
             return RopeConfig(rope_theta=theta)
         outside = {k: v for k, v in self.raw.items() if k == "original_max_position_embeddings"}
         original = self.number("original_max_position_embeddings", positions, of=_whole(given | outside), above=1)
         implied = positions / original if rope_type in ("yarn", "longrope") else None
-        factor = self.number("factor", implied, of=given, kind=float, most=1e6)
+        factor = real("factor", implied, maximum=1e6)
         rope = RopeConfig(rope_type, theta, factor, original)
         if rope_type == "yarn":
             return dataclasses.replace(
                 rope,
                 attention_factor=self.yarn_attention_factor(given, factor),
-                beta_fast=self.number("beta_fast", 32, of=given, kind=float),
-                beta_slow=self.number("beta_slow", 1, of=given, kind=float),
+                beta_fast=real("beta_fast", 32),
+                beta_slow=real("beta_slow", 1),
                 truncate=self.flag("truncate", True, of=given),
             )
         if rope_type == "longrope":
             default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
             return dataclasses.replace(
                 rope,
-                attention_factor=self.number("attention_factor", default, of=given, kind=float),
+                attention_factor=real("attention_factor", default),
                 short_factor=self.factors(given, "short_factor", head_dim // 2),
                 long_factor=self.factors(given, "long_factor", head_dim // 2),
             )
         if rope_type == "llama3":
-            low = self.number("low_freq_factor", of=given, kind=float)
-            high = self.number("high_freq_factor", of=given, kind=float)
+            low, high = real("low_freq_factor"), real("high_freq_factor")
             if high <= low:
                 raise self.error(f"high_freq_factor {high} must be larger than low_freq_factor {low}")
             return dataclasses.replace(rope, low_freq_factor=low, high_freq_factor=high)

@@ -288,7 +288,9 @@ class Llama(nnx.Module):
         for each device that has it.
         """
         block = self.layers[0]
-        return self._config if self.axis is None else self._config.with_heads(block.num_heads, block.num_kv_heads)
+        if self.axis is None:
+            return self._config
+        return dataclasses.replace(self._config, num_heads=block.num_heads, num_kv_heads=block.num_kv_heads)
 
     def with_weights(self, weights: Mapping[str, Weight], **changes: Any) -> Self:
         """The model with other weights, by their paths, in any format, divided as this one. changes: other fields of its configuration."""

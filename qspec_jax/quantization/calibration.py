@@ -50,7 +50,8 @@ def quantize_linears_for(model: Llama, texts: Sequence[Sequence[int]], *, progre
     valid = positions < n[:, None]
     x = model.embed(tokens)
     weights = model.weights()
-    for i, block in enumerate(tqdm(model.layers, desc="calibrate the draft", unit="layer", leave=False, disable=_off(progress))):
+    hide = None if progress is None else not progress
+    for i, block in enumerate(tqdm(model.layers, desc="calibrate the draft", unit="layer", leave=False, disable=hide)):
         x, moments = _block(block, x, *model.angles_of(i, cos, sin), valid)
         if not all(bool(jnp.isfinite(m).all()) for m in moments.values()):
             raise InputError(f"calibration: layer {i} has activations that are not finite; use a wider dtype or do not calibrate")
@@ -84,7 +85,3 @@ def _quantized(weights: Sequence[Array], moments: Float[Array, "in in"]) -> list
     ends = list(itertools.accumulate(len(weight) for weight in weights))
     rows = [slice(begin, end) for begin, end in zip([0, *ends], ends)]
     return [jax.tree.map(operator.itemgetter(part), whole) for part in rows]
-
-
-def _off(progress: bool | None) -> bool | None:
-    return None if progress is None else not progress
