@@ -67,10 +67,9 @@ def verify(source: str | Path, directory: str | Path, *, logits: bool | None = N
     if converted.is_converted(source):
         raise InputError(f"{source}: is a conversion; give its source first, then the conversion")
     opened = Source(source)
-    if not converted.is_converted(directory):
-        raise InputError(f"{directory}: is not a converted checkpoint; `qspec convert` makes one")
+    manifest = converted.read_manifest(directory)
     opened.check_contents()
-    manifest, config = converted.read_manifest(directory), load_config(directory, dtype=opened.config.dtype)
+    config = load_config(directory, dtype=opened.config.dtype)
     dtype = jnp.dtype(manifest.dtype)
     if config != opened.config:
         raise InputError(f"{directory}: its config.json or generation_config.json is not that of {source}")

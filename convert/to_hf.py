@@ -13,8 +13,8 @@ from convert.placing import check_apart, written
 from convert.small_files import copy_small_files
 from qspec_jax.checkpoints import converted
 from qspec_jax.checkpoints.converted import TARGET, Manifest
-from qspec_jax.checkpoints.huggingface import load_config
-from qspec_jax.checkpoints.tensor_names import Place, places, weight_shapes
+from qspec_jax.checkpoints.loading import config_and_manifest
+from qspec_jax.checkpoints.tensor_names import Place, places
 from qspec_jax.errors import InputError, writing
 from qspec_jax.files import read_json, write_json
 
@@ -56,11 +56,8 @@ def export(source: str | Path, directory: str | Path, *, progress: bool | None =
     with writing(directory, RuntimeError):  # a name that is too long, a loop of links
         directory = Path(directory).resolve()
         check()
-    if not converted.is_converted(source):
-        raise InputError(f"{source}: is not a converted checkpoint; `qspec convert` makes one")
-    manifest = converted.read_manifest(source)
-    dtype, config = manifest.dtype, load_config(source)
-    converted.check_shapes(source, manifest, weight_shapes(config))
+    config, manifest = config_and_manifest(source)
+    dtype = manifest.dtype
     tensors: dict[str, list[tuple[str, Place]]] = {}
     for path, place in places(config).items():
         tensors.setdefault(place.name, []).append((path, place))

@@ -33,7 +33,7 @@ from qspec_jax.checkpoints.huggingface import Source
 from qspec_jax.checkpoints.loading import stored_dtype
 from qspec_jax.checkpoints.tokenizers import has_tokenizer, tokenizer_problem
 from qspec_jax.errors import InputError, with_type, writing
-from qspec_jax.files import read_json
+from qspec_jax.files import read_json, write_json
 from qspec_jax.quantization.weights import is_linear
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,8 @@ def convert(
         copy_small_files(folder, unfinished)
         shapes = {path: place.shape for path, place in opened.places.items()}
         versions = {name: _version(name) for name in ("qspec-jax", "jax", "orbax-checkpoint", "safetensors")}
-        Manifest(origin, wanted, draft_bits, shapes, sha256, kept, converted.stored_files(unfinished), versions).write(unfinished)
+        manifest = Manifest(origin, wanted, draft_bits, shapes, sha256, kept, converted.stored_files(unfinished), versions)
+        write_json(unfinished / MANIFEST, dataclasses.asdict(manifest))
     size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
     read = sum(opened.read_bytes(path) for path in opened.places)
     return ConversionReport(origin, str(directory), wanted, draft_bits, len(opened.places), read, size)

@@ -17,7 +17,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from pallas_kernels.formats.weights import Int4Weight
 from qspec_jax.errors import InputError, listed, reading, with_type
-from qspec_jax.files import UNFINISHED, read_json, write_json
+from qspec_jax.files import UNFINISHED, read_json
 from qspec_jax.models.placement import Placement
 from qspec_jax.models.sharding import weight_sharding
 
@@ -57,10 +57,6 @@ class Manifest:
     versions: Mapping[str, str]
     format: int = FORMAT
 
-    def write(self, directory: Path) -> None:
-        """Writes it into a directory. Raises OSError."""
-        write_json(directory / MANIFEST, dataclasses.asdict(self))
-
 
 def is_converted(directory: Path) -> bool:
     """Whether a directory has a conversion. Raises InputError for an unfinished one, and for a directory that cannot be read."""
@@ -71,7 +67,12 @@ def is_converted(directory: Path) -> bool:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a converted checkpoint. Raises InputError for another format, and for missing or truncated files."""
+    """The manifest of a converted checkpoint.
+
+    Raises InputError for a directory that is none, for another format, and for missing or truncated files.
+    """
+    if not is_converted(directory):
+        raise InputError(f"{directory}: is not a converted checkpoint; `qspec convert` makes one")
     raw = read_json(directory / MANIFEST)
     if not _is_manifest(raw):
         raise InputError(f"{directory / MANIFEST}: is not a manifest of format {FORMAT}; convert the checkpoint again with this version")

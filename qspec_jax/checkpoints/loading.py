@@ -66,8 +66,8 @@ def _load_huggingface(directory: Path, dtype: str | None, mesh: Mesh | None, pro
 
 
 def _load_converted(directory: Path, dtype: str | None, mesh: Mesh | None) -> Llama:
-    config, stored = _checked_conversion(directory)
-    wanted, placement = jnp.dtype(as_loaded(dtype or stored)), Placement(config, mesh)
+    config, manifest = config_and_manifest(directory)
+    wanted, placement = jnp.dtype(as_loaded(dtype or manifest.dtype)), Placement(config, mesh)
     _check_fits(directory, placement, wanted)
     shapes = {path: jax.ShapeDtypeStruct(shape, wanted) for path, shape in weight_shapes(config).items()}
     weights = converted.restore(directory, converted.TARGET, shapes, placement)
@@ -92,17 +92,18 @@ def config_and_dtype(directory: str | Path) -> tuple[LlamaConfig, str]:
     """The config of a checkpoint, and the dtype that it is loaded as by default; no weight is read. Raises InputError as `load_model`."""
     directory = local(directory)
     if converted.is_converted(directory):
-        config, dtype = _checked_conversion(directory)
-        return dataclasses.replace(config, dtype=dtype), dtype
+        config, manifest = config_and_manifest(directory)
+        return dataclasses.replace(config, dtype=manifest.dtype), manifest.dtype
     config = Source(directory).config
     return config, stored_dtype(config)
 
 
-def _checked_conversion(directory: Path) -> tuple[LlamaConfig, str]:
+def config_and_manifest(directory: Path) -> tuple[LlamaConfig, converted.Manifest]:
+    """The config and the manifest of a converted directory. Raises InputError if it is none, or if the two do not fit each other."""
     manifest = converted.read_manifest(directory)
     config = load_config(directory, dtype=manifest.dtype)
     converted.check_shapes(directory, manifest, weight_shapes(config))
-    return config, manifest.dtype
+    return config, manifest
 
 
 def as_loaded(dtype: str) -> str:
