@@ -8,7 +8,6 @@ from pallas_kernels.norm import add_rms_norm
 
 
 def between_attentions(args: LayerArguments) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows out"], Array | None]:
-
     def biases_of(*names: str) -> list[Array]:
         return [args.biases[name] for name in names if name in args.biases]
 

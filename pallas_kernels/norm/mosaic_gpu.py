@@ -33,7 +33,6 @@ def unsupported(x: Array, added: Array | None, weight: Array) -> str | None:
 def add_rms_norm(
     x: Float[Array, "*rows D"], added: Float[Array, "*rows D"] | None, weight: Float[Array, "D"], *, eps: float
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
-
     def flat(a):
         return a.reshape(-1, x.shape[-1])
 
