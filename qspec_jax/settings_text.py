@@ -7,6 +7,7 @@ A value ends at the next comma. A comma that is part of a value has a backslash 
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 from qspec_jax.errors import InputError
@@ -83,10 +84,13 @@ def setting(
 def check_settings(owner: str, settings: Any) -> None:
     """Raises InputError for a setting that is none of its values. owner: the beginning of the message: "draft", or "cache NAME:"."""
     for field in dataclasses.fields(settings):
-        value, values = getattr(settings, field.name), field.metadata.get("values", Values())
+        value, values, takes = getattr(settings, field.name), field.metadata.get("values", Values()), field.metadata.get("takes")
+        shown = f"{value:g}" if isinstance(value, float) else f"{value!r:.60}"
+        numbers = {int: Integral, float: Real}.get(field.type)
+        if numbers and value not in values.also and (isinstance(value, bool) or not isinstance(value, numbers)):
+            raise InputError(f"{owner} {field.name} {shown} should be {takes or TYPES[field.type]}")
         if value not in values:
-            shown = f"{value:g}" if isinstance(value, float) else repr(value)
-            raise InputError(f"{owner} {field.name} {shown} should be {field.metadata['takes'] or values}")
+            raise InputError(f"{owner} {field.name} {shown} should be {takes or values}")
 
 
 def described(settings: type) -> Iterator[tuple[str, str, str]]:

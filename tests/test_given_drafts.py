@@ -16,7 +16,10 @@ from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.sampling import Greedy, make_sampler, prompt_keys
 from qspec_jax.drafts import make_draft
+from qspec_jax.drafts.quantspec import QuantSpecSettings
 from qspec_jax.drafts.registry import parse_draft
+from qspec_jax.drafts.retrieval import RetrievalSettings
+from qspec_jax.drafts.sparse import SparseSettings
 from qspec_jax.drafts.triforce import TriForceDraft
 
 CONFIG = GenerationConfig(max_new_tokens=8, group_size=16, ignore_eos=True, draft="quantspec")
@@ -84,6 +87,46 @@ def test_draws_want_a_key(call):
         call(config=CONFIG, sampler=Greedy())
     with pytest.raises(InputError, match="a sampler of your own draws, so key should be given"):
         generate(model_of(), prepare(model_of(), PROMPTS, config=CONFIG), sampler=Greedy())
+
+    prepared = prepare(model_of(), PROMPTS, config=CONFIG)
+    with pytest.raises(InputError, match="a strategy of your own draws, so `prepare` should be given a key"):
+        run_batch(model_of(), prepared, strategy=lambda configs: Greedy())
+
+
+def test_requests_have_settings_of_their_own():
+    request = Request(PROMPTS[0], CONFIG, jax.random.key(0))
+    for call in (lambda: generate(model_of(), [request], config=CONFIG), lambda: stream(model_of(), request, config=CONFIG)):
+        with pytest.raises(InputError, match="a Request has settings and a key of its own: give requests to run_batch"):
+            call()
+    with pytest.raises(InputError, match="at least one request should be selected"):
+        prepare(model_of(), [request]).select([])
+
+
+def test_one_prompt_may_be_an_array_but_not_bytes():
+    one = generate(model_of(), np.array(PROMPTS[0]), config=CONFIG)
+    assert one.token_ids == generate(model_of(), PROMPTS, config=CONFIG).token_ids
+    for prompts in (b"abc", [b"abc"]):
+        with pytest.raises(InputError, match="prompt 0 should be a text or a list of token ids"):
+            generate(model_of(), prompts, config=CONFIG)
+
+
+def test_the_identity_of_a_run_is_the_same_where_its_draft_is_made_elsewhere():
+    prepared = prepare(model_of(), PROMPTS, config=CONFIG)
+    assert prepared.draft is not None and dataclasses.replace(prepared, draft=None).identity() == prepared.identity()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (lambda: RetrievalSettings(chunk=2.5), "draft chunk 2.5 should be a whole number"),
+        (lambda: RetrievalSettings(rebuild=True), "draft rebuild True should be a whole number"),
+        (lambda: QuantSpecSettings(sensitive_layers="x"), "draft sensitive_layers 'x' should be a whole number"),
+        (lambda: SparseSettings(budget="0.1"), "draft budget '0.1' should be a number"),
+    ],
+)
+def test_settings_have_their_types(settings, message):
+    with pytest.raises(InputError, match=message):
+        settings()
 
 
 def test_what_is_prepared_is_for_its_model():

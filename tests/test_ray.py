@@ -191,6 +191,11 @@ def test_a_predictor_settles_the_default_once(directory, monkeypatch, caplog):
     assert len(caplog.messages) == 1 and predictor.reader.config.draft == "none"
 
 
+def test_layers_are_not_chosen_by_the_rows_of_a_block(directory):
+    with pytest.raises(InputError, match="draft skip=auto chooses layers by the rows of a block"):
+        ray_data.Predictor(str(directory), GenerationConfig(draft="quantspec:skip=auto"))
+
+
 @pytest.mark.parametrize(("gpus", "draft"), [(0, "none"), (2, "quantspec")])
 def test_a_run_on_a_cluster_is_known_by_the_draft_of_its_devices(run, directory, tmp_path, monkeypatch, caplog, gpus, draft):
     sent = []

@@ -79,6 +79,8 @@ def run_batch(
         if not requests or not all(isinstance(request, Request) for request in requests):
             raise InputError("requests should be a list with at least one Request")
         prepared = prepare(model, requests, tokenizer=tokenizer, batch_size=batch_size or ROWS_OF_AUTO)
+    if strategy is not make_sampler and not prepared.keyed:
+        raise InputError("a strategy of your own draws, so `prepare` should be given a key, such as jax.random.key(0)")
     cache = prepared.configs[0].cache_config
     if devices is not None and len(devices) > 1 and cache.in_host_memory:
         raise InputError(f"cache {prepared.configs[0].cache} has a part in host memory, which several devices would share; decode on one")

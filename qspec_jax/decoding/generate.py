@@ -16,6 +16,7 @@ from qspec_jax.decoding import state
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.prepare import Prepared, prepare
+from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.sampling import Sampler, make_sampler
 from qspec_jax.decoding.state import DecodeState, Logprobs, stopped
 from qspec_jax.decoding.text import RowText
@@ -168,6 +169,8 @@ def generate(
 
 
 def _prepared(model: Llama, prompts: Any, config: GenerationConfig | None, key: Key[Array, ""] | None, tokenizer: Any) -> Prepared:
+    if isinstance(prompts, Sequence) and any(isinstance(prompt, Request) for prompt in prompts):
+        raise InputError("a Request has settings and a key of its own: give requests to run_batch, or to prepare and what it returns here")
     if not isinstance(prompts, Prepared):
         return prepare(model, prompts, config=config or GenerationConfig(), key=key, tokenizer=tokenizer)
     if given := [name for name, value in dict(config=config, key=key, tokenizer=tokenizer).items() if value is not None]:

@@ -65,22 +65,26 @@ class Prepared:
         return max(len(request.tokens) for request in self.requests)
 
     def select(self, indices: Iterable[int]) -> "Prepared":
-        """Some of the requests, as they were prepared together with the others."""
-        return dataclasses.replace(self, requests=tuple(self.requests[i] for i in indices))
+        """Some of the requests, as they were prepared together with the others. Raises InputError if there are none."""
+        requests = tuple(self.requests[i] for i in indices)
+        if not requests:
+            raise InputError("at least one request should be selected")
+        return dataclasses.replace(self, requests=requests)
 
     def engine(self, **settings: Any) -> Engine:
         """An engine with room for all requests. settings: see `Engine`."""
         return Engine.for_configs(self.model, self.draft, self.configs, prompt_tokens=self.longest_prompt, **settings)
 
     def identity(self) -> str:
-        """A text that differs wherever the settings, and what was resolved by the prompts or the device, would change results.
+        """A text that differs wherever the settings of all requests, and what was resolved by the prompts or the device, would change
+        results. Prompts and settings of single requests are no part of it.
 
         A journal hashes it. Raises InputError if a draft object was given, whose settings are not known.
         """
         draft = self.config.draft if self.config.draft == AUTO else repr(self.config.draft_settings)
         settings = vars(self.config) | {"draft": draft, "logit_bias": sorted(self.config.logit_bias.items())}
         costs = [config.draft_cost for config in self.configs] if self.config.adaptive else None
-        return json.dumps([settings, costs, self.draft and self.draft.chosen()], sort_keys=True)
+        return json.dumps([settings, costs, self.draft.chosen() if self.draft else ()], sort_keys=True)
 
 
 def prepare(
@@ -111,7 +115,7 @@ def prepare(
         InputError: for requests that cannot be decoded, that differ in a setting of `SHARED`, and for a draft that was made for another
             model.
     """
-    if isinstance(requests, str) or (isinstance(requests, Sequence) and len(requests) and isinstance(requests[0], numbers.Integral)):
+    if isinstance(requests, str | bytes) or _are_token_ids(requests):
         requests = [requests]
     found = list(requests) if isinstance(requests, Iterable) else requests
     keyed = key is not None
@@ -136,6 +140,13 @@ def prepare(
         check_draft_room(draft, f"prompt {i}", length, each.max_new_tokens)
     settled = (dataclasses.replace(request, config=each) for request, each in zip(found, configs, strict=True))
     return Prepared(model, config, tuple(settled), draft, tokenizer, keyed)
+
+
+def _are_token_ids(requests: Any) -> bool:
+    """Whether this is a single prompt, as a sequence or a one-dimensional array of token ids."""
+    if isinstance(requests, Sequence):
+        return len(requests) > 0 and isinstance(requests[0], numbers.Integral)
+    return getattr(requests, "ndim", None) == 1
 
 
 def _requests_of(model: Llama, prompts: Any, config: GenerationConfig, key: Key[Array, ""] | None, tokenizer: Any) -> list[Request]:

@@ -14,7 +14,7 @@ import signal
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -28,6 +28,7 @@ from qspec_jax.decoding.jsonl import KEYS, OPENAI_KEYS, Columns, Line, LineReade
 from qspec_jax.decoding.prepare import ROWS_OF_AUTO
 from qspec_jax.decoding.resolve import resolve_auto_draft
 from qspec_jax.decoding.results import Result
+from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.registry import make_draft
 from qspec_jax.errors import InputError, one_line
 from qspec_jax.files import to_json
@@ -80,7 +81,7 @@ class Predictor:
         # By model, settings and device alone: a row's result must not depend on the rows that it is handed over with.
         (config,) = resolve_auto_draft(self.model, [config or GenerationConfig()], None, batch=batch_size or ROWS_OF_AUTO)
         if config.num_speculative_tokens and config.speculative:
-            config = dataclasses.replace(config, draft=make_draft(config.draft, self.model))
+            config = dataclasses.replace(config, draft=make_draft(config.draft, self.model).with_choice(_refuse_choice))
         self.reader = LineReader(self.model, self.tokenizer, config, seed, columns)
 
     def __call__(self, rows: Mapping[str, np.ndarray]) -> dict[str, Any]:
@@ -124,6 +125,10 @@ def _in_json(value: Any) -> Any:
     except (TypeError, ValueError):
         return str(value)
     return value
+
+
+def _refuse_choice(_: Draft) -> NoReturn:
+    raise InputError("draft skip=auto chooses layers by the rows of a block; name a draft and its layers")
 
 
 class _StartCounter:

@@ -67,6 +67,8 @@ def checked_prompt(model: Llama, prompt: Any, config: GenerationConfig, tokenize
             raise InputError(f"{name} is a text, so a tokenizer is needed")
         prompt = encoded(tokenizer, prompt)
     try:
+        if isinstance(prompt, bytes):
+            raise TypeError
         row = [operator.index(token) for token in prompt]
     except TypeError:
         raise InputError(f"{name} should be a text or a list of token ids") from None
