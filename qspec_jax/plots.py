@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from qspec_jax.errors import InputError, writing
 from qspec_jax.files import whole_file
@@ -26,6 +27,14 @@ def need_matplotlib(what: str) -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise InputError(f"{what} needs matplotlib: pip install matplotlib") from None
+
+
+def panels(size: tuple[float, float], columns: int = 1, **settings: Any) -> tuple[Any, Sequence[Any]]:
+    """A matplotlib figure of this size in inches and the axes of its panels, which are side by side; settings: of `Figure.subplots`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots(1, columns, squeeze=False, **settings)[0]
 
 
 def context_axis(axes, contexts: Sequence[int]) -> None:

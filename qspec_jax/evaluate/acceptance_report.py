@@ -12,6 +12,7 @@ from typing import Any
 from rich.table import Table
 from tqdm import tqdm
 
+from qspec_jax import plots
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.keys import key_of
@@ -166,19 +167,8 @@ class AcceptanceReport(Run):
         if any(row.get("conditional_error") is not None for row in self.results):
             grid.caption = f"+-: standard error over texts. {grid.caption}"
         columns = (
-            "draft",
-            "context",
-            "gamma",
-            "temper-\nature",
-            "mode",
-            "accepted /\ndrafted",
-            "given those\nbefore",
-            "covered",
-            "MB a\ndraft",
-            "of the\ncache",
-            "tokens\na round",
-            "drafted",
-            "repeated\n8-grams",
+            *("draft", "context", "gamma", "temper-\nature", "mode", "accepted /\ndrafted", "given those\nbefore", "covered"),
+            *("MB a\ndraft", "of the\ncache", "tokens\na round", "drafted", "repeated\n8-grams"),
         )
         names = [row["draft"] for row in self.results]
         longest = max((len(part) for name in names for part in name.split(",")), default=0)
@@ -193,12 +183,10 @@ class AcceptanceReport(Run):
             name = draft, formatted(row.get("context"), ","), str(row["gamma"]), f"{row['temperature']:g}", row["mode"]
             rates = formatted(row["acceptance_rate"], ".3f"), given, formatted(row.get("covered"), ".3f")
             read = formatted(size, ".2f"), formatted(row.get("cache_share"), ".1%")
-            grid.add_row(
-                *name, *rates, *read, f"{row['mean_acceptance_length']:.2f}", f"{row['drafted']:,}", f"{row['repeated_ngrams']:.1%}"
-            )
-        for context, right, texts in dict.fromkeys(
-            (row["context"], row["right"], row["texts"]) for row in self.results if row.get("right") is not None
-        ):
+            counts = f"{row['mean_acceptance_length']:.2f}", f"{row['drafted']:,}", f"{row['repeated_ngrams']:.1%}"
+            grid.add_row(*name, *rates, *read, *counts)
+        asked = [(row["context"], row["right"], row["texts"]) for row in self.results if row.get("right") is not None]
+        for context, right, texts in dict.fromkeys(asked):
             grid.caption += f"\nWith a full cache the model itself finds {right} of {texts} needles of {context:,} tokens."
         raised = {}
         for row in self.results:
@@ -259,10 +247,9 @@ def run(
                 rows.append(row)
                 keep(row)
                 if progress is not False:
-                    rate = (
-                        f"accepted / drafted {formatted(row['acceptance_rate'], '.3f')}, {row['mean_acceptance_length']:.2f} tokens a round"
-                    )
-                    bar.write(f"qspec: {bar.desc.removesuffix(': ')}: {rate}", file=sys.stderr)
+                    accepted, tokens = formatted(row["acceptance_rate"], ".3f"), f"{row['mean_acceptance_length']:.2f}"
+                    measured = f"accepted / drafted {accepted}, {tokens} tokens a round"
+                    bar.write(f"qspec: {bar.desc.removesuffix(': ')}: {measured}", file=sys.stderr)
     return AcceptanceReport(**this_run(), **about, texts=len(walks[0].texts), skipped=walks[0].skipped, results=rows)
 
 
@@ -311,11 +298,9 @@ def _measured(
     """Yields a row for each draft, config and mode; the bar's description says which is measured."""
     prompts, key = walk.prompts, key_of(asked.seed)
     chosen = {
-        (text, config.num_speculative_tokens): prepare(
-            model, prompts, config=dataclasses.replace(config, draft=drafts[text]), key=key
-        ).draft
+        (text, gamma): prepare(model, prompts, config=dataclasses.replace(config, draft=drafts[text]), key=key).draft
         for text in asked.drafts
-        for config in {config.num_speculative_tokens: config for config in configs}.values()
+        for gamma, config in {config.num_speculative_tokens: config for config in configs}.items()
     }
     cases = list(itertools.product(asked.drafts, configs, asked.modes))
     in_turn = acceptance.teacher_forced_in_turn(
@@ -326,18 +311,15 @@ def _measured(
     for text, config, mode in cases:
         gamma, temperature = config.num_speculative_tokens, config.temperature
         bar.set_description(f"{text}, {walk.context:,} tokens, gamma {gamma}, temperature {temperature:g}, {mode}")
-        draft, read = chosen[text, gamma], walk.context + 1
+        draft = chosen[text, gamma]
+        read = draft, config.cache_config, walk.context + 1
         found = next(in_turn) if mode == TEACHER_FORCED else acceptance.free_running(model, draft, prompts, config, key, tokenizer)
         bar.update()
         yield (
             {"draft": text, "context": walk.context, "gamma": gamma, "temperature": temperature, "mode": mode}
             | dataclasses.asdict(found)
-            | {"step_bytes": step_bytes(draft, config.cache_config, read, max_item_bytes=ITEM_BYTES)}
-            | {
-                "cache_share": cache_share(draft, config.cache_config, read),
-                "raised_groups": raised_groups(draft, config.cache_config, read),
-            }
-            | {"texts": len(prompts), "right": walk.right}
+            | {"step_bytes": step_bytes(*read, max_item_bytes=ITEM_BYTES), "cache_share": cache_share(*read)}
+            | {"raised_groups": raised_groups(*read), "texts": len(prompts), "right": walk.right}
         )
     in_turn.close()  # which frees drafts before others take as much memory
 
@@ -348,13 +330,11 @@ def _against_bytes(results: list[dict[str, Any]]) -> Any:
     There is a panel for each context and temperature. Drafts that differ only in their budget are one line; drafts that are no `ModelDraft`
     are horizontal lines.
     """
-    from matplotlib.figure import Figure
-
     found = [row for row in results if row["mode"] == "teacher-forced" and row["conditional_rate"] is not None]
     panels = list(dict.fromkeys((row["context"], row["temperature"]) for row in found))
     lines = list(dict.fromkeys(unbudgeted(row["draft"]) for row in found))
-    figure = Figure(figsize=(1 + 5.5 * len(panels), 5), layout="constrained")
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True):
+    figure, of_panels = plots.panels((1 + 5.5 * len(panels), 5), len(panels), sharey=True)
+    for axes, panel in zip(of_panels, panels, strict=True):
         for i, line in enumerate(lines):
             rows = [row for row in found if (row["context"], row["temperature"]) == panel and unbudgeted(row["draft"]) == line]
             style = dict(color=f"C{i % 10}", marker="osv^D"[i // 10 % 5], label=line)
@@ -376,10 +356,7 @@ def _against_gamma(results: list[dict[str, Any]]) -> Any:
 
     There is a line for every draft, context, temperature and mode.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
-    accepted, tokens = figure.subplots(1, 2)
+    figure, (accepted, tokens) = plots.panels((10, 4.5), 2)
     several = len({row.get("context") for row in results}) > 1
     lines: dict[tuple, list[dict[str, Any]]] = {}
     for row in sorted(results, key=lambda row: row["gamma"]):

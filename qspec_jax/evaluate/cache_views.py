@@ -18,11 +18,6 @@ class CacheView:
     view: View = BOTH_PLANES
 
     @property
-    def guesses(self) -> bool:
-        """Whether each pass also reads the model's guess at the next token, see `CacheConfig.guesses`."""
-        return self.cache.guesses
-
-    @property
     def one_by_one(self) -> bool:
         """Whether every token needs a pass of its own, since what it reads depends on the other tokens of its pass."""
         return not self.cache.takes_drafts

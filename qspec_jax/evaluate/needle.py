@@ -16,6 +16,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from qspec_jax import plots
 from qspec_jax.decoding.requests import check_length
 from qspec_jax.drafts import make_draft
 from qspec_jax.errors import InputError
@@ -87,34 +88,30 @@ def _sentence(r: random.Random, value: str) -> str:
 NAMES_QUESTION = 'def bridge_buffer_desert():\n    """The secret name of the harbor."""\n    return \''
 
 
-def _named(count: int) -> Format:
-    """The format whose value has `count` words."""
+def _functions(question: str, value: Callable[[random.Random], str], quote: str, new_tokens: int) -> Format:
+    """A format of Python functions, one of which returns the value."""
     return Format(
         lambda words: f"# secret{' value' * words}\n",
         _function,
-        lambda value: f"{NAMES_QUESTION}{value}'\n\n\n",
-        NAMES_QUESTION,
-        lambda r: "_".join(r.sample(WORDS, count)),
+        lambda found: f"{question}{found}{quote}\n\n\n",
+        question,
+        value,
         "",
-        "'",
-        4 * count,
+        quote or "\n",
+        new_tokens,
     )
 
 
+def _words(count: int) -> Format:
+    """The format whose value has `count` words."""
+    return _functions(NAMES_QUESTION, lambda r: "_".join(r.sample(WORDS, count)), "'", 4 * count)
+
+
 FORMATS = {
-    "python": Format(
-        lambda words: f"# secret{' value' * words}\n",
-        _function,
-        lambda value: f"def secret_key():\n    return {value}\n\n\n",
-        "def secret_key():\n    return ",
-        _value,
-        "",
-        "\n",
-        10,  # a space, a value of single digits, and what ends it
-    ),
-    "names": _named(4),
+    "python": _functions("def secret_key():\n    return ", _value, "", 10),  # a space, a value of single digits, and what ends it
+    "names": _words(4),
     # As short as the part that SnapKV keeps around a token that the question attends to.
-    "two-names": _named(2),
+    "two-names": _words(2),
     "text": Format(
         lambda words: f"A pass key is hidden in this text. Find it and remember it: it is{' very' * words} important.\n",
         _sentence,
@@ -192,11 +189,9 @@ class NeedleReport:
 
     def figure(self) -> Any:
         """A heat map of the share of right answers, depth against length, for every method."""
-        from matplotlib.figure import Figure
-
         panels = by_method(self.results)
-        figure = Figure(figsize=(1 + 4.5 * len(panels), 4), layout="constrained")
-        for axes, (name, cells) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        figure, of_panels = plots.panels((1 + 4.5 * len(panels), 4), len(panels))
+        for axes, (name, cells) in zip(of_panels, panels.items(), strict=True):
             lengths, depths = (sorted({getattr(cell, axis) for cell in cells}) for axis in ("length", "depth"))
             shares = {(cell.depth, cell.length): cell.correct / cell.samples for cell in cells}
             grid = [[shares[depth, length] for length in lengths] for depth in depths]

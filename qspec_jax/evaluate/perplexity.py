@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from rich.console import Group
 
+from qspec_jax import plots
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.evaluate.cache_views import FULL, UPPER, cache_view
 from qspec_jax.evaluate.scoring import WIDTH, Figures, Scores, figures, measure
@@ -66,10 +67,7 @@ class PerplexityReport(ScoredTexts):
 
     def figure(self) -> Any:
         """Two panels against the distance from the prompt: perplexity, and divergence from the full cache; a line for each cache."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(11, 4.5), layout="constrained")
-        loss, divergence = figure.subplots(1, 2)
+        figure, (loss, divergence) = plots.panels((11, 4.5), 2)
         for number, row in enumerate(self.results):
             middles = [(part.first + part.last) / 2 for part in row.by_distance]
             style = dict(color=f"C{number}", marker="o", label=f"{row.cache} ({row.perplexity:.3f}, KL {row.kl:.1e})")

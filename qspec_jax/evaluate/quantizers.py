@@ -19,7 +19,7 @@ from rich.console import Group
 
 from pallas_kernels.formats.rounding import accumulation_dtype, parameter_dtype
 from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE
-from qspec_jax import drafts
+from qspec_jax import drafts, plots
 from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.prefill import prefill
 from qspec_jax.caches.registry import CacheConfig
@@ -115,10 +115,7 @@ class QuantizersReport(ScoredTexts):
 
     def figure(self) -> Any:
         """Two panels: divergence from the full cache as draft and as target, and acceptance; bars for each quantizer."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(12, 4.5), layout="constrained")
-        divergence, accepted = figure.subplots(1, 2)
+        figure, (divergence, accepted) = plots.panels((12, 4.5), 2)
         places = range(len(self.results))
         for offset, name, colour in ((-BAR / 2, "draft", "tab:orange"), (BAR / 2, "target", "tab:blue")):
             heights = [getattr(row, name).kl for row in self.results]

@@ -124,7 +124,6 @@ def score(
     """
     if width < 1:
         raise InputError(f"width {width} should be at least 1")
-    guesses = tuple(view.guesses for view in views)
     width = 1 if any(view.one_by_one for view in views) else width
     if prompt_of is None and len(prompts) != len(continuations):
         raise InputError(
@@ -147,7 +146,7 @@ def score(
         row[: len(continuation)] = continuation
     of_rows = None if prompt_of is None else jnp.asarray(prompt_of, jnp.int32)
     args = (model, tokens, n, of_rows, jnp.asarray(real), jnp.asarray(wanted), tuple(view.view for view in views))
-    executable, _ = SCORE.compile(*args, width=width, kinds=tuple(view.cache for view in views), guesses=guesses)
+    executable, _ = SCORE.compile(*args, width=width, kinds=tuple(view.cache for view in views))
     return jax.tree.map(lambda x: np.asarray(x)[..., : wanted.max()], executable(*args))
 
 
@@ -182,15 +181,11 @@ def _score(
     *,
     width: int,
     kinds: tuple[CacheChoice, ...],
-    guesses: tuple[bool, ...],
 ) -> Scores:
-    """Scores through the caches `kinds`, each read by its view; columns of a row from wanted[b] on are scratch.
-
-    `guesses` says of each cache whether every pass is also fed a guess, see `CacheView.guesses`.
-    """
+    """Scores through the caches `kinds`, each read by its view; columns of a row from wanted[b] on are scratch."""
     if any(kind.in_host_memory for kind in kinds):
         raise InputError("texts are not scored with a cache in host memory; leave host= out, the scores are the same on the device")
-    drafts = width - 1 + any(guesses)
+    drafts = width - 1 + any(kind.guesses for kind in kinds)
     sizes = dict(batch=tokens.shape[0], capacity=tokens.shape[1] + real.shape[1], num_speculative_tokens=drafts, dtype=model.dtype)
     logits, caches = prefill(model, tokens, n, _Several(tuple(kind.empty(model.config, **sizes) for kind in kinds)))
     if prompt_of is not None:
@@ -222,13 +217,13 @@ def _score(
         predicted, fed = model(real[:, :1], n[:, None], cache, view=view)
         return fed.rollback(cache.lengths), predicted[:, 0].argmax(-1).astype(real.dtype)
 
-    begun = [guessing(*each) if with_guess else (each[0], None) for *each, with_guess in zip(caches, views, guesses)]
+    begun = [guessing(cache, view) if kind.guesses else (cache, None) for cache, view, kind in zip(caches, views, kinds)]
     caches, guessed = (tuple(parts) for parts in zip(*begun))
     carry = jnp.ones_like(n), caches, guessed, scores
     return lax.while_loop(lambda carry: (carry[0] < wanted).any(), step, carry)[3]
 
 
-SCORE = Compiled(_score, static_argnames=("width", "kinds", "guesses"))
+SCORE = Compiled(_score, static_argnames=("width", "kinds"))
 
 
 def _compare(logits: list[Float[Array, "B T V"]], real: Int[Array, "B T"]) -> Scores:

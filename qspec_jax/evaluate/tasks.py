@@ -18,6 +18,7 @@ from typing import Any
 
 from rich.console import Group
 
+from qspec_jax import plots
 from qspec_jax.decoding.config import AUTOREGRESSIVE
 from qspec_jax.decoding.requests import check_length
 from qspec_jax.decoding.results import Result
@@ -161,11 +162,9 @@ class TasksReport(Run):
 
     def figure(self) -> Any:
         """Bars of every method's score with standard errors, by task."""
-        from matplotlib.figure import Figure
-
         methods = by_method(self.results, _name)
-        figure = Figure(figsize=(9, 4.5), layout="constrained")
-        axes, width = figure.subplots(), 0.8 / len(methods)
+        figure, (axes,) = plots.panels((9, 4.5))
+        width = 0.8 / len(methods)
         for number, (label, rows) in enumerate(methods.items()):
             places = [i + (number - (len(methods) - 1) / 2) * width for i in range(len(rows))]
             errors = None if self.settings.samples == 1 else [100 * row.standard_error for row in rows]

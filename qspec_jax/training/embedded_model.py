@@ -121,15 +121,12 @@ def run(
 
 def draw_loss_curve(path: Path, progress: TrainingProgress, tokens_per_step: int, bytes_per_token: float) -> None:
     """Draws bits per byte against tokens seen, for training text (running mean) and for held-out files."""
-    from matplotlib.figure import Figure
-
     train = np.asarray(progress.train_nats) / math.log(2) / bytes_per_token
     width = max(1, len(train) // 100)
     smooth = np.convolve(train, np.ones(width) / width, "valid")
     at = (np.arange(len(smooth)) + (width + 1) / 2) * tokens_per_step / 1e6
     held_tokens, held_bits = np.array(progress.held_out[1:]).T
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = plots.panels((8, 4.5))
     axes.plot(at, smooth, color="#9aa5b1", linewidth=1.3, label="training text")
     axes.plot(held_tokens / 1e6, held_bits, color="#1f6feb", linewidth=2, marker="o", markersize=4, label="held-out files")
     last = (held_tokens[-1] / 1e6, held_bits[-1])
