@@ -16,7 +16,7 @@ test-all: test test-rest  ## Everything; .ci/run does the same.
 
 test-rest: test-system test-shapes docs package test-newest
 
-test-system: .venv/installed-test  ## Ray, several processes and devices, conversions that are killed, notebooks.
+test-system: .venv/installed-test  ## Ray, several processes and devices, conversions that are killed, notebooks, and the longest cases of others.
 	$(BIN)/$(PYTEST) -m system --durations=10
 
 test-shapes: .venv/installed-test  ## Arrays have the shapes and dtypes that signatures say, in a few files of tests.

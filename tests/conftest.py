@@ -39,6 +39,12 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return None
 
 
+def pytest_collection_finish():
+    """What modules hold lives to the end, so that no search for cycles needs to look at it again."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items):
     """The longest tests come first: else one of two workers would be left alone with them at the end."""
     items.sort(key=lambda item: item.name != "test_with_simulated_devices")

@@ -37,7 +37,8 @@ class Lanes:
         return constant(other, self.raw.dtype)
 
     def binary(self, other, function: Callable) -> "Lanes":
-        return Lanes(function(self.raw, self.like(other)).astype(self.raw.dtype, copy=False))
+        out = function(self.raw, self.like(other))
+        return Lanes(out if out.dtype is self.raw.dtype else out.astype(self.raw.dtype, copy=False))
 
     def unsigned(self, other, function: Callable) -> "Lanes":
         kind = np.uint64 if self.raw.dtype == np.int64 else np.uint32

@@ -95,6 +95,7 @@ class Touched:
         self.read_before, self.reader_before = np.zeros_like(self.read), np.zeros_like(self.reader)
         self.hidden = np.zeros(words, bool)
         self.raised = np.zeros((words, warps), np.int64)  # the step in which a lane of each warp raised the word last, since it was written
+        self.any_copied = self.any_raised = False  # whether any word ever was; where none was, there is nothing to compare
 
     def publish(self, mask: np.ndarray) -> None:
         """The lanes of the mask publish what they have written."""
@@ -103,8 +104,10 @@ class Touched:
     def reads(self, words: np.ndarray, lanes: np.ndarray) -> None:
         """words: [lane, any]; lanes: the lanes' numbers."""
         past, lanes = here.past, lanes[:, None]
-        own = self.copied[words, past.warp]
-        ordered = self._after_write(words, lanes) | ((own > 0) & (own <= past.copies[COPIED, past.warp]))
+        ordered = self._after_write(words, lanes)
+        if self.any_copied and not ordered.all():
+            own = self.copied[words, past.warp]
+            ordered |= (own > 0) & (own <= past.copies[COPIED, past.warp])
         self._assert(ordered & self._after_raises(words), words, "reads what is written")
         mine = self.reader[:, past.warp]
         readers = np.where((self.read[words, past.warp] >= past.met) & (mine[words] != lanes), SEVERAL, lanes)
@@ -116,7 +119,7 @@ class Touched:
         """As `reads`. kind: who writes. source: the global address [lane, any] of each word that is copied."""
         past, lanes = here.past, lanes[:, None]
         step = past.step if kind == WRITTEN else past.copy_steps[kind]
-        ordered = self._after_write(words, lanes) & (self.copied[words] <= past.copies[COPIED]).all(-1)
+        ordered = self._after_write(words, lanes) & self._after_copies(words)
         read, reader, again = self.read[words], self.reader[words], None
         if kind == COPIED and ((self.kind[words] == COPIED) & (self.source[words] == source)).any():
             again = (self.kind[words] == COPIED) & (self.source[words] == source)
@@ -124,24 +127,32 @@ class Touched:
             read = np.where(again[..., None], self.read_before[words], read)
             reader = np.where(again[..., None], self.reader_before[words], reader)
         self._assert(ordered, words, "writes what is written")
-        self._assert(self._after_raises(words), words, "writes what is raised")
+        if self.any_raised:
+            self._assert(self._after_raises(words), words, "writes what is raised")
         self._assert(self._after_reads(read, reader, lanes), words, "writes what is read")
         self.read_before[words], self.reader_before[words] = read, reader
         new = [(self.writer, past.warp), (self.lane, lanes), (self.written, step), (self.kind, kind), (self.source, source)]
-        for array, value in [*new, (self.hidden, kind != BULK), (self.copied, 0), (self.raised, 0)]:
+        new += [(self.hidden, kind != BULK)] + [(self.copied, 0)] * self.any_copied + [(self.raised, 0)] * self.any_raised
+        for array, value in new:
             array[words] = value if again is None else np.where(again if array.ndim == 1 else again[..., None], array[words], value)
-        self.copied[words, past.warp] = step if kind == COPIED else 0
+        if kind == COPIED:
+            self.copied[words, past.warp], self.any_copied = step, True
+        elif self.any_copied:
+            self.copied[words, past.warp] = 0
 
     def raises(self, words: np.ndarray, lanes: np.ndarray) -> None:
         """As `writes`, of a change that commutes with those of other lanes."""
         past, lanes = here.past, lanes[:, None]
-        ordered = self._after_write(words, lanes) & (self.copied[words] <= past.copies[COPIED]).all(-1)
+        ordered = self._after_write(words, lanes) & self._after_copies(words)
         self._assert(ordered, words, "raises what is written")
         self._assert(self._after_reads(self.read[words], self.reader[words], lanes), words, "raises what is read")
-        self.raised[words, past.warp] = past.step
+        self.raised[words, past.warp], self.any_raised = past.step, True
 
-    def _after_raises(self, words: np.ndarray) -> np.ndarray:
-        return (self.raised[words] <= here.past.lanes.min(1)).all(-1)
+    def _after_copies(self, words: np.ndarray) -> np.ndarray | bool:
+        return not self.any_copied or (self.copied[words] <= here.past.copies[COPIED]).all(-1)
+
+    def _after_raises(self, words: np.ndarray) -> np.ndarray | bool:
+        return not self.any_raised or (self.raised[words] <= here.past.lanes.min(1)).all(-1)
 
     def _after_reads(self, read: np.ndarray, reader: np.ndarray, lanes: np.ndarray) -> np.ndarray:
         past = here.past

@@ -121,7 +121,10 @@ def chosen(target, draft, lengths=(150, 30, 190), gamma=3):
     return draft.with_choice(functools.partial(layers_to_skip, target, random_prompts(lengths), CONFIG.cache_config, gamma))
 
 
-@pytest.mark.parametrize("text", ["quantspec:skip=auto", "combine:prompt-lookup+(sparse:skip=auto,dense_layers=1)"])
+WITHIN = pytest.param("combine:prompt-lookup+(sparse:skip=auto,dense_layers=1)", marks=pytest.mark.system)
+
+
+@pytest.mark.parametrize("text", ["quantspec:skip=auto", WITHIN])
 def test_the_search_leaves_out_what_adds_nothing(float64, caplog, text):
     """Each of the other sublayers changes what the model says, as its weights are drawn at random."""
     model = muted(of_six_layers(), IDLE)
