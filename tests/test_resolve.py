@@ -18,6 +18,7 @@ from qspec_jax.decoding.batch import Request, run_batch
 from qspec_jax.decoding.config import GAMMA, GenerationConfig
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.limits import DRAFT_COST, make_limits
+from qspec_jax.decoding.out_of_memory import explained_memory
 from qspec_jax.decoding.resolve import fill_draft_costs, resolve_auto_draft
 from qspec_jax.decoding.results import BatchStats
 from qspec_jax.drafts import make_draft
@@ -224,6 +225,15 @@ def test_the_target_does_not_depend_on_the_choice(model, on_h200, given, batch, 
     assert caplog.messages == [expected.reason + ignored]
     # Settled once, it stays.
     assert resolve_auto_draft(model, found, [5000], batch=1) == found
+
+
+def test_the_choice_is_logged_once_if_memory_is_too_small(model, caplog):
+    config = GenerationConfig()
+    full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 85899345920 bytes.")
+    with caplog.at_level("INFO", "qspec_jax.decoding.resolve"), pytest.raises(InputError), explained_memory(model, config, 100, rows=1):
+        resolve_auto_draft(model, [config], [100], batch=1)
+        raise full
+    assert len(caplog.messages) == 1
 
 
 def test_one_choice_for_all_rows_of_a_batch(model, on_h200, monkeypatch):

@@ -90,7 +90,7 @@ def explained_memory(model: Llama, settings: GenerationConfig, prompt_tokens: in
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        (settings,) = resolve_auto_draft(model, [settings], [prompt_tokens], batch=rows)
+        (settings,) = resolve_auto_draft(model, [settings], [prompt_tokens], batch=rows, logs=False)  # it was logged when it was resolved
         mesh = mesh_of(model.weights())
         devices = 1 if mesh is None else mesh.size
         raise InputError(does_not_fit(model.checkpoint_config, settings, prompt_tokens, rows=rows, devices=devices)) from None

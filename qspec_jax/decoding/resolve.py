@@ -31,6 +31,7 @@ def resolve_auto_draft(
     *,
     batch: int,
     device_kind: str | None = None,
+    logs: bool = True,
 ) -> list[GenerationConfig]:
     """The configs, which share a draft, with the draft that pays for the longest row instead of "auto", and its gamma where a config has
     none. One line is logged, at INFO, with the choice and its reason.
@@ -42,6 +43,7 @@ def resolve_auto_draft(
             device alone.
         batch: rows that are decoded at a time.
         device_kind: what JAX calls the device that will decode; None for the first one here.
+        logs: whether the line is logged.
     """
     if not configs or configs[0].draft != AUTO:
         return list(configs)
@@ -53,7 +55,8 @@ def resolve_auto_draft(
     if gamma:  # no more than a round is compiled for
         gamma = max(max_drafts(model, beside_draft(config)) for config in configs)
     found = choose(_setting(model, configs[0], device_kind), context=longest, batch=batch, gamma=gamma)
-    log.info(found.reason + (_without_effect(configs) if found.draft == NONE else ""))
+    if logs:
+        log.info(found.reason + (_without_effect(configs) if found.draft == NONE else ""))
 
     def chosen(config: GenerationConfig) -> GenerationConfig:
         gamma = found.gamma if config.num_speculative_tokens is None else config.num_speculative_tokens
