@@ -140,17 +140,15 @@ class Columns:
     passed: tuple[str, ...] = ()
 
     def __post_init__(self):
-        if taken := [name for name in self.passed if name in OUTPUT_KEYS]:
-            raise InputError(f"column {taken[0]!r} cannot be passed through: the output has a key of that name itself")
+        if repeated := [name for name in self.passed if name in OUTPUT_KEYS]:
+            raise InputError(f"column {repeated[0]!r} cannot be passed through: the output has a key of that name itself")
 
 
-def read_lines(
-    content: bytes, model: Llama, tokenizer: Any, config: GenerationConfig, seed: int, columns: Columns = Columns()
-) -> list[Line]:
-    """Every line of a file's content but blank ones at its end; see `LineReader`."""
-    reader = LineReader(model, tokenizer, config, seed, columns)
+def read_lines(content: bytes, *args: Any, **kwargs: Any) -> list[Line]:
+    """Every line of a file's content but blank ones at its end. args, kwargs: of the `LineReader`."""
+    reader = LineReader(*args, **kwargs)
     lines = [reader.read(number, raw) for number, raw in enumerate(content.rstrip().splitlines(), start=1)]
-    if absent := [name for name in columns.passed if lines and name not in reader.seen]:
+    if absent := [name for name in reader.columns.passed if lines and name not in reader.seen]:
         log.warning("no line has the key %r, which should be passed through", absent[0])
     if reader.ignored:
         log.warning("keys that are ignored: %s", ", ".join(sorted(reader.ignored)))
@@ -176,14 +174,7 @@ class LineReader:
         ignored: the keys that were left out.
     """
 
-    def __init__(
-        self,
-        model: Llama,
-        tokenizer: Any,
-        config: GenerationConfig,
-        seed: int,
-        columns: Columns = Columns(),
-    ):
+    def __init__(self, model: Llama, tokenizer: Any, config: GenerationConfig, seed: int, columns: Columns = Columns()):
         self.model, self.tokenizer, self.config, self.columns = model, tokenizer, config, columns
         self.key = key_of(seed)
         self.seen: set[str] = set()

@@ -9,7 +9,7 @@ class PagePool:
         self._free = list(range(size - 1, 0, -1))
 
     @property
-    def taken(self) -> int:
+    def reserved(self) -> int:
         """The number of reserved pages."""
         return self.size - 1 - self.free
 

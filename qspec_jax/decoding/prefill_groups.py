@@ -42,7 +42,7 @@ class PrefillGroups:
     """How the requests of a batch are prefilled: which of them together, how many layers at a time, and with which settings.
 
     Attributes:
-        together: the number of short prompts that are prefilled together.
+        rows_at_once: the number of short prompts that are prefilled at once.
     """
 
     def __init__(self, engine: Engine, prepared: Prepared, strategy: Callable[..., Sampler]):
@@ -53,7 +53,7 @@ class PrefillGroups:
         self.sampler, self.limits = jax.device_get((strategy(*configs), limits))
         rows = ROWS_PER_PREFILL.get(jax.default_backend(), 1)
         fits = rows * engine.sizes.capacity <= MAX_ROOM and not configs[0].cache_config.in_host_memory
-        self.together = rows if fits else 1
+        self.rows_at_once = rows if fits else 1
 
     def is_short(self, index: int) -> bool:
         """Whether the prompt of a request may be prefilled together with others."""
@@ -83,8 +83,8 @@ class PrefillGroups:
 
         short = list(filter(self.is_short, range(len(self.requests))))
         prefills = [[index] for index in of_length(range(len(self.requests)))]
-        if 1 < self.together <= min(slots, len(short)):
-            prefills += [[index] * self.together for index in of_length(short)]
+        if 1 < self.rows_at_once <= min(slots, len(short)):
+            prefills += [[index] * self.rows_at_once for index in of_length(short)]
         self.engine.compile_prefills(map(self.prefill, prefills))
 
     def settings(self, indices: Sequence[int]) -> tuple[Sampler, Limits]:
@@ -96,18 +96,18 @@ class PrefillGroups:
 
     def room(self, groups: Sequence[int] | None, max_rows: int) -> capacity.Capacity:
         """As many rows as fit the device's memory, at most `max_rows`. groups: see `capacity.enough_for`."""
-        if self.together > 1:
+        if self.rows_at_once > 1:
             with contextlib.suppress(InputError):
-                if (room := self._room_besides_prefills(groups, max_rows)).rows >= self.together:
+                if (room := self._room_besides_prefills(groups, max_rows)).rows >= self.rows_at_once:
                     return room
-            self.together = 1  # which takes less memory
+            self.rows_at_once = 1  # which takes less memory
         return self._room_besides_prefills(groups, max_rows)
 
     def _room_besides_prefills(self, groups: Sequence[int] | None, max_rows: int) -> capacity.Capacity:
         by_length = sorted(range(len(self.requests)), key=lambda index: len(self.requests[index].tokens))
         largest = [by_length[-1:]]  # the prompts of those prefills that take most memory
-        if len(short := [index for index in by_length if self.is_short(index)]) >= self.together:
-            largest.append(short[-self.together :])
+        if len(short := [index for index in by_length if self.is_short(index)]) >= self.rows_at_once:
+            largest.append(short[-self.rows_at_once :])
         row = self.prefill(by_length[-1:]).shapes()
 
         def bytes_of_prefill() -> int:

@@ -207,13 +207,13 @@ def commit(draft: Draft | None, state: DecodeState, current: CurrentRound, propo
     draft_state = state.draft
     if draft is not None:
         masses = seen_by_accepted(verdict.masses, kept)
-        put_to_target, taken = (jnp.where(running, number, 0) for number in (proposal.eligible, accepted))
+        put_to_target, accepted_drafts = (jnp.where(running, number, 0) for number in (proposal.eligible, accepted))
         top_tokens = verdict.logits.argmax(-1) if draft.guesses else None
-        result = RoundResult(block, count, put_to_target, taken, flushed, masses, top_tokens)
+        result = RoundResult(block, count, put_to_target, accepted_drafts, flushed, masses, top_tokens)
         draft_state = draft.commit(state.draft, result, cache)
     # Drafts after an accepted EOS count neither as drafted nor as accepted.
-    drafted, taken = jnp.where(count <= accepted, count, proposal.eligible), jnp.minimum(accepted, count)
-    counts = state.counts.with_round(running, drafted, taken, flushed)
+    drafted, accepted_drafts = jnp.where(count <= accepted, count, proposal.eligible), jnp.minimum(accepted, count)
+    counts = state.counts.with_round(running, drafted, accepted_drafts, flushed)
     seen, logprobs, adaptive = state.seen, state.logprobs, state.adaptive
     if seen is not None:
         seen = mark_seen(seen, block, count)

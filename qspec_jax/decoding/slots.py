@@ -153,9 +153,9 @@ class Slots:
 
     def _in_line(self, slots: int) -> list[list[int]]:
         """Candidates for the next prefill if this number of slots is free, the best first: several requests together, or one."""
-        first = self.waiting.first(self.prefills.together, self)
-        together = len(first) == self.prefills.together <= slots and all(map(self.prefills.is_short, first))
-        return [first, first[:1]] if together else [first[:1]]
+        first = self.waiting.first(self.prefills.rows_at_once, self)
+        at_once = len(first) == self.prefills.rows_at_once <= slots and all(map(self.prefills.is_short, first))
+        return [first, first[:1]] if at_once else [first[:1]]
 
     def _prepare_ahead(self, ending: int) -> None:
         """Reserves requests for the next slots that become free, `ending` of them, and does the host's part of their prefill.
@@ -240,7 +240,7 @@ class Slots:
             self.pages_of[slot], self.freed[slot] = of_row, False
             request = self.requests[index]
             self.request_of[slot], self.rows[slot], self.rounds[slot] = index, Row(request.config, self.tokenizer, request.tokens), 0
-        held = self._running * self.bytes_of_row + (self.pool.taken * self.bytes_of_page if self.pool else 0)
+        held = self._running * self.bytes_of_row + (self.pool.reserved * self.bytes_of_page if self.pool else 0)
         self.stats.held_bytes = max(self.stats.held_bytes, held)
 
     def _wait_for_prefill(self) -> float:

@@ -40,7 +40,7 @@ class RowText:
         self._others: list[int] = []
         self._shown = self._of_prompt = 0
         self.token_ids: list[int] = []
-        self.text, self.stopped, self._taken, self._searched = "", False, 0, 0
+        self.text, self.stopped, self._returned, self._searched = "", False, 0, 0
         before = itertools.islice((token for token in reversed(prompt) if token not in self._special), _CONTEXT)
         for token in reversed(list(before)):
             self._read([token])
@@ -125,12 +125,12 @@ class RowText:
         """How long the longest end of the text is that may be the beginning of a stop string."""
         if self.stopped:
             return 0
-        lengths = range(min(len(self.text) - self._taken, max(map(len, self._stop), default=1) - 1), 0, -1)
+        lengths = range(min(len(self.text) - self._returned, max(map(len, self._stop), default=1) - 1), 0, -1)
         return next((n for n in lengths if any(string.startswith(self.text[-n:]) for string in self._stop)), 0)
 
     def _take(self, held_back: int) -> str:
-        taken, self._taken = self._taken, len(self.text) - held_back
-        return self.text[taken : self._taken]
+        begin, self._returned = self._returned, len(self.text) - held_back
+        return self.text[begin : self._returned]
 
 
 def encoded(tokenizer, text: str) -> list[int]:

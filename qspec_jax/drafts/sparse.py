@@ -166,9 +166,9 @@ def select_groups(mass: Float[Array, "B K C"], groups: Int[Array, "B"], *, group
         # By the row's own count, not by a width that other rows have a part in.
         found = jnp.where(jnp.arange(width) < MAX_OF_A_HEAD * count[:, None, None], found, -jnp.inf)
         # top_k prefers the first of equals: what is taken of a head is the beginning of its sorted list, and its length says all.
-        _, taken = jax.lax.top_k(found.reshape(B, K * width), K * most)
+        _, picked = jax.lax.top_k(found.reshape(B, K * width), K * most)
         counted = jnp.arange(K * most) < K * count[:, None]
-        count = ((taken // width)[:, None] == jnp.arange(K)[:, None]) & counted[:, None]
+        count = ((picked // width)[:, None] == jnp.arange(K)[:, None]) & counted[:, None]
         count = count.sum(-1)
     # Ascending, as memory is read best; groups that are not read go last.
     chosen = jnp.sort(jnp.where(jnp.arange(width) < count[..., None], chosen, C), -1)

@@ -126,8 +126,8 @@ class TriForceDraft(Draft):
             accepted, own_token = here.verify(logits, drafts)
             new = jnp.where(jnp.arange(width) < accepted[:, None], jnp.roll(block, -1, 1), own_token[:, None])
             came = jnp.where(done < current.eligible, accepted + 1, 0)
-            drafted, taken = jnp.where(came > 0, drafts.eligible, 0), jnp.minimum(accepted, came)
-            small = self.small.commit(small, RoundResult(new, came, drafted, taken, jnp.zeros_like(came)), cache)
+            drafted, accepted_drafts = jnp.where(came > 0, drafts.eligible, 0), jnp.minimum(accepted, came)
+            small = self.small.commit(small, RoundResult(new, came, drafted, accepted_drafts, jnp.zeros_like(came)), cache)
             tokens = put(tokens, new, done)
             distributions = put(distributions, here.distributions(logits, drafts.tokens), done)
             done += came
