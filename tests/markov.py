@@ -30,7 +30,7 @@ class NoCache(Cache):
     layers: tuple = ()
 
     schedule = Schedule(None)
-    capacity = fill = attend = tokens = None
+    capacity = fill = attend = tokens = bytes_of_pass = None
 
     @property
     def draft_room(self):

@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE
 from pallas_kernels.formats.weights import Int4Weight, dequantize_weight
 from qspec_jax import host, plots
 from qspec_jax.bench import decode, decode_report, decode_rows, decode_steps, timing, transformers_decode
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture, random_int4, random_model
 from qspec_jax.bench.hlo import large_operations
 from qspec_jax.bench.simulated import SimulatedGreedy, rate_of_ratio, ratio_of_rate
-from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.caches.registry import CACHES, CacheConfig
 from qspec_jax.decoding.sampling import Greedy, prompt_keys
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.step_bytes import bytes_of, step_bytes, weight_bytes
@@ -108,6 +109,57 @@ def test_parameters_of_known_architectures():
     assert count == pytest.approx(expected, abs=1e-3) and set(expected) < set(ARCHITECTURES)
 
 
+def cache_shapes(model, cache: str):
+    """The shapes of a cache of two rows, in bfloat16."""
+    sizes = dict(batch=2, capacity=512, num_speculative_tokens=4, dtype=jnp.bfloat16)
+    return jax.eval_shape(lambda: CacheConfig.parse(cache).empty(model.config, **sizes))
+
+
+def pass_bytes(model, cache: str, view, tokens: int) -> int:
+    """Bytes that a pass reads of a row on the device."""
+    return cache_shapes(model, cache).bytes_of_pass(view, tokens)[0]
+
+
+# Bytes of a pass over 200 tokens, in 2 layers with 2 KV heads of 64. A token of keys and values takes 256 bytes in bfloat16; in groups of
+# 64, 128 tokens are quantized, each with 128 bytes in both planes and 8 of scales and zeros. What is in host memory is copied whole: all
+# 512 + 5 tokens that a row has room for, or its 8 groups of 64, since of 512 + 64 tokens at least 64 are buffered.
+INT8_PASS = 2 * 2 * (128 * (128 + 8) + 72 * 256)
+# 32 bytes of 2-bit codes, and 8 each of scales and zeros: of keys for 32 tokens and each channel, of values for 32 channels of a token.
+KIVI_PASS = 2 * 2 * (128 * (32 + 8 + 8) + 72 * 256)
+PASSES = {
+    "full": (2 * 2 * 200 * 256, 0),
+    "full:host=all": (2 * 2 * 200 * 256, 2 * 2 * (512 + 5) * 256),
+    "full:host=all,resident=0.5": (2 * 2 * 200 * 256, 2 * (512 + 5) * 256),
+    "int8": (INT8_PASS, 0),
+    "int8:host=lower": (INT8_PASS, 2 * 2 * 512 * 64),
+    "int8:host=lower,resident=0.5": (INT8_PASS, 2 * 512 * 64),
+    "int8:host=all": (INT8_PASS, 2 * 2 * 512 * 128),
+    "streaming-llm:sinks=4,window=60": (2 * 2 * (4 + 60 + 5) * 256, 0),
+    "h2o:heavy=32,recent=64": (2 * 2 * (32 + 72) * 256, 0),
+    "kivi:residual=64": (KIVI_PASS, 0),
+    "specache:residual=64,k=16": (KIVI_PASS + 2 * 2 * 2 * 16 * 256, 0),
+    "specache:residual=64,k=16,host=store": (KIVI_PASS + 2 * 2 * 16 * 256, 2 * 2 * 16 * 256),
+}
+
+
+@pytest.mark.parametrize("cache", PASSES)
+def test_every_cache_counts_the_bytes_of_a_pass(model, cache):
+    """By its arrays or by shapes that say nothing of the memory that they are in."""
+    sizes = dict(batch=2, capacity=512, num_speculative_tokens=4, dtype=jnp.bfloat16)
+    made = CacheConfig.parse(cache).empty(model.config, **sizes)
+    assert made.bytes_of_pass(BOTH_PLANES, 200) == cache_shapes(model, cache).bytes_of_pass(BOTH_PLANES, 200) == PASSES[cache]
+
+
+def test_no_cache_is_left_out():
+    assert {CacheConfig.parse(cache).kind for cache in PASSES} == set(CACHES)
+
+
+@pytest.mark.parametrize(("host", "copied"), [("lower", 0), ("all", 2 * 2 * 512 * 64)])
+def test_a_pass_over_the_upper_plane_copies_no_lower_one(model, host, copied):
+    read = 2 * 2 * (128 * (64 + 8) + 72 * 256)
+    assert cache_shapes(model, f"int8:host={host}").bytes_of_pass(UPPER_PLANE, 200) == (read, copied)
+
+
 def test_bytes_of_a_step(model):
     c = model.config
     matrices = 2 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 256 * 512)
@@ -119,8 +171,11 @@ def test_bytes_of_a_step(model):
     # 8 bits of the head, and a scale in float32 for each of 256 outputs.
     assert weight_bytes(quantize_head(draft)) == matrices * (4 + 2 * 16 / 128) / 8 + 256 * (256 + 4) + 2 * 5 * 256
     # 2 layers, 2 KV heads of 64, groups of 64: 200 tokens are 128 and 72, or 200 of 256 bytes.
-    assert 2 * decode_steps.layer_bytes_read(model, 200, 1, None) == 2 * 2 * 200 * 256
-    assert 2 * decode_steps.layer_bytes_read(model, 200, 1, 1) == 2 * 2 * (128 * (64 + 8) + 72 * 256)
+    assert pass_bytes(model, "full", BOTH_PLANES, 200) == 2 * 2 * 200 * 256
+    assert pass_bytes(model, "int8", UPPER_PLANE, 200) == 2 * 2 * (128 * (64 + 8) + 72 * 256)
+    both = pass_bytes(model, "int8", BOTH_PLANES, 200)
+    assert both == 2 * 2 * (128 * (128 + 8) + 72 * 256)
+    assert decode_steps.target_bytes(model, cache_shapes(model, "int8"), 200, 3) == (weight_bytes(model) + 3 * both, 0)
     assert c.head_dim == 64
 
 
@@ -431,9 +486,9 @@ def test_what_a_draft_reads_is_counted_in_its_own_cache(model):
             rows = step_bytes(make_draft(text, model), CacheConfig(group_size=size), 401, batch=3)
             assert rows == weights + 3 * (found - weights)
     dense = step_bytes(make_draft("quantspec:weight_bits=16", model), CacheConfig(group_size=group), 401)
-    assert dense == weights + layers * decode_steps.layer_bytes_read(model, 401, 1, 1)
+    assert dense == weights + pass_bytes(model, "int8", UPPER_PLANE, 401)
     full = step_bytes(make_draft("quantspec:weight_bits=16", model), CacheConfig("full"), 401)
-    assert full == weights + layers * decode_steps.layer_bytes_read(model, 401, 1, None)
+    assert full == weights + pass_bytes(model, "full", BOTH_PLANES, 401)
 
 
 @pytest.mark.parametrize("draft", ["streaming-llm", "snapkv:cache=int8,generated=1"])

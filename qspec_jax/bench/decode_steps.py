@@ -11,23 +11,18 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.formats.kv_cache import Lengths
-from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE, View
-from qspec_jax.bench.attention_shapes import AttentionShape, bytes_read
+from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE
 from qspec_jax.bench.decode_rows import StepTiming
 from qspec_jax.bench.timing import Bandwidth, loop_trips, time_loop
-from qspec_jax.caches.cache import Cache
+from qspec_jax.caches.cache import Cache, Gives
 from qspec_jax.caches.host_memory import StreamedCache
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.sampling import DRAFT, Sampler, prompt_keys
 from qspec_jax.decoding.state import DecodeState
 from qspec_jax.drafts.draft import Draft, ModelDraft, StepwiseDraft
-from qspec_jax.drafts.step_bytes import bytes_of, devices_of, reads_of_step, skipped_by, step_bytes, weight_bytes
+from qspec_jax.drafts.step_bytes import devices_of, reads_of_step, skipped_by, step_bytes, weight_bytes
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.viewed import ViewedModel
-
-# How many planes a verification reads of a cache, None where that has none, by the beginning of its name. The bytes of other caches are not
-# counted.
-PLANES = {"full": None, "int8": BOTH_PLANES.planes}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,20 +97,17 @@ class StepsOfRound:
         return timings
 
     def _verification(self, lengths: Lengths, *, observed: bool) -> TimedStep:
-        width, B = self.gamma + 1, self.batch_size
-        model = self.target.model
-        if of_row := self.shapes.bytes_of_pass(self.context + width):
-            size, copied = weight_bytes(model, on_device=True) + B * of_row[0] // devices_of(model), B * of_row[1]
-        else:
-            size, copied = target_bytes(model, self.cache_config.kind, self.context, width, B), _copied_bytes(self.shapes)
+        size, copied = target_bytes(self.target.model, self.shapes, self.context + self.gamma + 1, self.batch_size)
         return self._step("target", _verified_and_observed if observed else _verified, (lengths, self.target), size, copied)
 
     def _draft_step(self, lengths: Lengths, draft: StepwiseDraft) -> TimedStep:
         tokens, B = self.context + 1, self.batch_size
-        of_row = self.shapes.bytes_of_pass(tokens)
-        if of_row and isinstance(draft, ModelDraft) and not draft.own_cache:
-            of_rows = B * of_row[0] // devices_of(self.target.model)
-            size = weight_bytes(draft.step.model, skipped=skipped_by(draft), on_device=True) + of_rows
+        # A cache without groups is read whole in each layer whose attention the draft does not skip.
+        if isinstance(draft, ModelDraft) and not draft.own_cache and Gives.GROUPS not in self.shapes.gives:
+            reads = reads_of_step(draft, self.cache_config, tokens)
+            of_layers = self.shapes.bytes_of_pass(BOTH_PLANES, tokens)[0] * sum(each.quantized + each.full > 0 for each in reads)
+            of_weights = weight_bytes(draft.step.model, skipped=skipped_by(draft), on_device=True)
+            size = of_weights + B * of_layers // len(reads) // devices_of(self.target.model)
         else:
             size = step_bytes(draft, self.cache_config, tokens, batch=B, on_device=True)
         return self._step("draft", _drafted, (lengths, draft), 0 if self._draft_copies(draft) else size)
@@ -128,7 +120,8 @@ class StepsOfRound:
         if not isinstance(draft, ModelDraft) or draft.own_cache or not isinstance(self.shapes, StreamedCache):
             return False
         planes = {reads.planes for reads in reads_of_step(draft, self.cache_config, self.context + 1)}
-        return any(_copied_bytes(self.shapes, UPPER_PLANE if each == 1 else BOTH_PLANES) for each in planes)
+        views = [UPPER_PLANE if each == 1 else BOTH_PLANES for each in planes]
+        return any(self.shapes.bytes_of_pass(view, self.context + 1)[1] for view in views)
 
 
 def _verified(tokens, cache, state, lengths, target):
@@ -166,25 +159,14 @@ def _flushed(tokens, cache, state, lengths):
     return tokens, dataclasses.replace(cache.rollback(lengths).flush()[0], lengths=lengths), state
 
 
-def target_bytes(model: Llama, kind: str, context: int, width: int, batch_size: int) -> int:
-    """The bytes that each device must read to verify `width` tokens a row: its weights, and the cache of every row with the tokens that it
-    appends. 0 for a kind of cache whose bytes are not counted."""
-    if kind not in PLANES:
-        return 0
-    of_cache = batch_size * model.config.num_layers * layer_bytes_read(model, context + width, width, PLANES[kind])
-    return weight_bytes(model, on_device=True) + of_cache // devices_of(model)
+def target_bytes(model: Llama, cache: Cache, tokens: int, batch_size: int) -> tuple[int, int]:
+    """The bytes that each device must read in a pass of the target, its weights included, and those that the pass copies from host memory.
 
-
-def layer_bytes_read(model: Llama, context: int, width: int, planes: int | None) -> int:
-    """The bytes that a row's queries of `width` tokens read of one layer of a cache of `context` tokens, their own included."""
-    c = model.config
-    group = CacheConfig().group_size_for(c.head_dim)
-    return bytes_read(AttentionShape("", planes, width, c.num_heads, c.num_kv_heads, (context,), c.head_dim, group))
-
-
-def _copied_bytes(cache: Cache, view: View = BOTH_PLANES) -> int:
-    """Bytes that a pass through this view copies to the device of a cache, or of its shapes, in host memory. 0 for one that fetches single
-    tokens."""
-    if not isinstance(cache, StreamedCache):
-        return 0
-    return bytes_of([cache.part_to_copy(layer, view) for layer in range(len(cache.layers))])
+    Args:
+        model: the target.
+        cache: its cache, or the shapes of it.
+        tokens: that each row holds, those of the pass included.
+        batch_size: rows.
+    """
+    read, copied = (batch_size * each for each in cache.bytes_of_pass(BOTH_PLANES, tokens))
+    return weight_bytes(model, on_device=True) + read // devices_of(model), copied

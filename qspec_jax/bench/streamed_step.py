@@ -84,7 +84,8 @@ class StreamedStep:
             kept = tuple(layer for layer, each in zip(after.layers, streamed) if not each)
             return jnp.argmax(logits, -1).astype(jnp.int32), kept
 
-        read_bytes = target_bytes(model, "full", row.context, 1, row.batch_size)
+        shapes = jax.eval_shape(lambda: CacheConfig("full").empty(model.config, **sizes))
+        read_bytes, _ = target_bytes(model, shapes, row.context + 1, row.batch_size)
         copied = sum(streamed) * found.layer_bytes
         carry, inputs = (jnp.zeros((row.batch_size, 1), jnp.int32), resident), (in_host, lengths, model)
         trips = loop_trips(bandwidth.seconds(read_bytes, copied))

@@ -117,10 +117,13 @@ class Cache(AppendedCache):
         batch_rows: in these rows of the batch; None: in all. A position beyond a row's lengths gives numbers without a meaning.
         """
 
-    def bytes_of_pass(self, tokens: int) -> tuple[int, int] | None:
-        """Bytes that a pass reads on the device, and bytes that it copies from host memory, of a row that holds `tokens` tokens, its own
-        included. None if they are not counted for this cache."""
-        return None
+    @abc.abstractmethod
+    def bytes_of_pass(self, view: View, tokens: int) -> tuple[int, int]:
+        """Bytes that a pass through a view reads of one row on the device, and bytes that it copies from host memory.
+
+        tokens: that the row holds, those of the pass included. The arrays of the cache may be shapes, which need not say in which memory an
+        array is.
+        """
 
     def with_layer_on_device(self, layer: int, *, after: Tree) -> tuple[Self, Tree]:
         """The cache with this whole layer on the device, for reading many of its tokens; and `after`, which the caller uses from then on.
@@ -223,3 +226,8 @@ def where_rows(rows: Bool[Array, "B"], new: Tree, old: Tree) -> Tree:
     """The arrays of `new` in these rows of a batch, those of `old` in the others. Both are pytrees of one structure, and the first axis of
     each array is the batch."""
     return jax.tree.map(lambda new, old: jnp.where(rows.reshape(-1, *(1,) * (old.ndim - 1)), new, old), new, old)
+
+
+def bytes_of_entries(tree: Tree, count: int) -> int:
+    """Bytes of `count` entries of one row, tokens or groups of tokens, in arrays [rows, heads, entries, ...], which may be shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize // (leaf.shape[0] * leaf.shape[2]) * count for leaf in jax.tree.leaves(tree) if leaf.size)

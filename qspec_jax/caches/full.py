@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.append_attend import append_and_attend
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.views import FULL_PRECISION
-from qspec_jax.caches.cache import Cache, KeysValues, no_tokens
+from qspec_jax.caches.cache import Cache, KeysValues, bytes_of_entries, no_tokens
 from qspec_jax.caches.host_memory import NONE, HostSettings
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.settings_text import setting
@@ -51,6 +51,9 @@ class FullCache(Cache):
         rows = capacity + num_speculative_tokens + 1
         shape = dict(batch=batch, kv_heads=model.num_kv_heads, rows=rows, head_dim=model.head_dim, dtype=dtype)
         return cls(tuple(FullLayer.zeros(**shape) for _ in range(model.num_layers)), no_tokens(batch))
+
+    def bytes_of_pass(self, view, tokens):
+        return bytes_of_entries(self.layers, tokens), 0
 
     def fill(self, layer: int, keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"], n: Int[Array, "B"]) -> FullLayer:
         old = self.layers[layer]

@@ -113,7 +113,9 @@ def with_rows(held: Array, rows: Array, slots: Int[Array, "k"]) -> Array:
 
 
 class StreamedCache(AppendedCache):
-    """A cache of which a part may be in host memory, copied to the device by each pass that reads it."""
+    """A cache of which a part may be in host memory, copied to the device by each pass that reads it. settings: static."""
+
+    settings: HostSettings
 
     @abc.abstractmethod
     def offloaded_part(self, held: Any) -> Any:
@@ -121,9 +123,20 @@ class StreamedCache(AppendedCache):
         now. held: the layer."""
 
     @abc.abstractmethod
+    def part_read(self, held: Any, view: View) -> Any:
+        """A pytree of those arrays of a layer's `offloaded_part` that a pass through this view reads. held: the layer."""
+
     def part_to_copy(self, layer: int, view: View) -> Any:
-        """A pytree of those arrays of the `offloaded_part` of a layer that a pass through this view copies to the device: empty for a
-        resident layer, and where the view reads none of them."""
+        """The `part_read` of a layer if it is in host memory, so that the pass copies it to the device; else empty."""
+        part = self.part_read(self.layers[layer], view)
+        return part if any(map(in_host, jax.tree.leaves(part))) else ()
+
+    def bytes_of_pass(self, view, tokens):
+        read, _ = super().bytes_of_pass(view, tokens)
+        # Arrays are copied whole. Shapes may not say which memory an array is in; the settings do.
+        far = [layer for layer, streamed in zip(self.layers, self.settings.streamed(len(self.layers))) if streamed]
+        copied = jax.tree.leaves([self.part_read(layer, view) for layer in far])
+        return read, sum(leaf.size * leaf.dtype.itemsize // leaf.shape[0] for leaf in copied)
 
     @abc.abstractmethod
     def with_part(self, held: Any, part: Any) -> Any:

@@ -104,7 +104,7 @@ class KiviCache(Cache):
         layers = (TokenCodesLayer(keys(), values(), buffer()) for _ in range(model.num_layers))
         return cls(tuple(layers), no_tokens(batch), settings)
 
-    def bytes_of_pass(self, tokens):
+    def bytes_of_pass(self, view, tokens):
         quantized, rows = int(self.schedule.quantized_length(tokens)), self.lengths.quantized.shape[0]
 
         def of_row(tree, held, room):

@@ -21,8 +21,8 @@ from pallas_kernels.flush import flush
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Planes, moved_up, quantize_groups
 from pallas_kernels.gather import gather_positions
 from qspec_jax.caches.cache import KeysValues, at_most_once
-from qspec_jax.caches.full import FullCache
-from qspec_jax.caches.hierarchical import HierarchicalCache
+from qspec_jax.caches.full import FullCache, FullSettings
+from qspec_jax.caches.hierarchical import HierarchicalCache, HierarchicalSettings
 from qspec_jax.caches.host_memory import StreamedCache, in_host, to_host, written
 
 
@@ -31,28 +31,33 @@ from qspec_jax.caches.host_memory import StreamedCache, in_host, to_host, writte
 class OffloadedCache(StreamedCache, HierarchicalCache):
     """A `HierarchicalCache` with the arrays `lower`, or `upper` and `lower`, of keys and values in host memory, except in resident layers.
     Such an array is copied to the device whole, and groups are written into it; nothing else reads or writes it. A draft that reads an
-    upper plane in host memory copies it in each of its steps. offloaded: the names of the arrays.
+    upper plane in host memory copies it in each of its steps.
 
     A flush writes a group for every row. For a row that is not due it goes after its last group, where nothing reads it; there is room for
     one group more than a row may quantize, so that this place is inside the array.
     """
 
-    offloaded: tuple[str, ...] = dataclasses.field(default=("lower",), metadata={"static": True})
+    settings: HierarchicalSettings = dataclasses.field(default=HierarchicalSettings("lower"), metadata={"static": True})
+
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """The names of the arrays in host memory."""
+        return ("lower",) if self.settings.host == "lower" else ("upper", "lower")
 
     @classmethod
     def make(cls, model, *, capacity, group_size, settings, **sizes):
         cache = super().make(model, capacity=capacity + group_size, group_size=group_size, settings=settings, **sizes)
-        names = ("lower",) if settings.host == "lower" else ("upper", "lower")
+        cache = dataclasses.replace(cache, settings=settings)
 
         def offload(planes):
-            return dataclasses.replace(planes, **{name: to_host(getattr(planes, name)) for name in names})
+            return dataclasses.replace(planes, **{name: to_host(getattr(planes, name)) for name in cache.offloaded})
 
         def offload_both(layer):
             return dataclasses.replace(layer, keys=offload(layer.keys), values=offload(layer.values))
 
         streamed = settings.streamed(model.num_layers)
         layers = tuple(offload_both(layer) if far else layer for layer, far in zip(cache.layers, streamed))
-        return dataclasses.replace(cache, layers=layers, offloaded=names)
+        return dataclasses.replace(cache, layers=layers)
 
     @property
     def capacity(self) -> int:
@@ -61,10 +66,8 @@ class OffloadedCache(StreamedCache, HierarchicalCache):
     def offloaded_part(self, held):
         return self._arrays(held, self.offloaded)
 
-    def part_to_copy(self, layer, view):
-        held = self.layers[layer]
-        names = self.offloaded if view.planes == 2 else [name for name in self.offloaded if name != "lower"]
-        return self._arrays(held, names) if names and _streams(held) else ()
+    def part_read(self, held, view):
+        return self._arrays(held, [name for name in self.offloaded if view.planes == 2 or name != "lower"])
 
     def with_part(self, held, part):
         return _with_arrays(held, part)
@@ -150,12 +153,14 @@ class OffloadedFullCache(StreamedCache, FullCache):
     """A `FullCache` whose keys and values are in host memory, but for those of resident layers. Each pass copies a layer's to the device
     whole, drafts' passes too, and writes the new tokens through."""
 
+    settings: FullSettings = dataclasses.field(default=FullSettings("all"), metadata={"static": True})
+
     @classmethod
     def make(cls, model, *, settings, **sizes):
         cache = super().make(model, settings=settings, **sizes)
         streamed = settings.streamed(model.num_layers)
         layers = (jax.tree.map(to_host, layer) if far else layer for layer, far in zip(cache.layers, streamed))
-        return dataclasses.replace(cache, layers=tuple(layers))
+        return dataclasses.replace(cache, layers=tuple(layers), settings=settings)
 
     def offloaded_part(self, held):
         return held
@@ -163,9 +168,8 @@ class OffloadedFullCache(StreamedCache, FullCache):
     def with_part(self, held, part):
         return part
 
-    def part_to_copy(self, layer, view):
-        held = self.layers[layer]
-        return self.offloaded_part(held) if in_host(held.keys) else ()
+    def part_read(self, held, view):
+        return held
 
     def _put(self, held, new):
         return super()._put(held, to_host(new) if in_host(held) else new)

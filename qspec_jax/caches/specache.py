@@ -137,14 +137,14 @@ class SpeCache(Cache):
             layers.append(SpeCacheLayer(layer, to_host(store) if settings.in_host_memory else store, none))
         return cls(tuple(layers), no_tokens(batch), jnp.zeros(batch, bool), settings)
 
-    def bytes_of_pass(self, tokens):
+    def bytes_of_pass(self, view, tokens):
         fetched = [layer.fetched.keys_values for layer in self.layers]
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in fetched) // self.lengths.quantized.shape[0]
-        coded, _ = self._codes.bytes_of_pass(tokens)
+        coded, _ = self._codes.bytes_of_pass(view, tokens)
         # `size` counts twice: for the tokens that the pass reads in full precision, and for those that it fetches. With host=store it may
         # fetch fewer, as the GPU kernel does not read from host memory what was fetched before. Where a pass chooses for itself (fetch=now,
         # and fetch=checked after a wrong guess) it also reads the codes a second time, which is not counted.
-        return (coded + size, size) if in_host(self.layers[0].store) else (coded + 2 * size, 0)
+        return (coded + size, size) if self.settings.in_host_memory else (coded + 2 * size, 0)
 
     def fill(self, layer: int, keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"], n: Int[Array, "B"]) -> SpeCacheLayer:
         old = self.layers[layer]
