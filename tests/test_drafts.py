@@ -301,6 +301,7 @@ def test_a_text_chooses_a_draft():
         ("small-model", "small-model:model=DIR"),
         ("small-model:model=", "small-model:model=DIR"),
         ("small-model:model=no/such", "no/such: no such directory"),
+        ("sparse:budget=0.1,gamma=3", "gamma is no setting of a draft; num_speculative_tokens \\(--gamma\\) has it"),
         ("small-model:model=no,such", "'such' should be one of model=..., reads=text.window, "),
         ("small-model:model=x,weight_bits=8", "weight_bits 8"),
         ("small-model:model=x,reads=int8", "reads 'int8' should be text or window"),

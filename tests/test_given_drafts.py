@@ -1,5 +1,6 @@
 """Draft objects, samplers and states that are given to the library, and which of them do not fit."""
 
+import collections
 import dataclasses
 import functools
 
@@ -108,6 +109,22 @@ def test_one_prompt_may_be_an_array_but_not_bytes():
     for prompts in (b"abc", [b"abc"]):
         with pytest.raises(InputError, match="prompt 0 should be a text or a list of token ids"):
             generate(model_of(), prompts, config=CONFIG)
+
+
+def test_what_a_tokenizer_returns_is_no_list_of_prompts():
+    with pytest.raises(InputError, match="not a mapping with 'input_ids', 'attention_mask'; of a tokenizer's, give 'input_ids'"):
+        generate(model_of(), collections.UserDict(input_ids=PROMPTS, attention_mask=[[1]]), config=CONFIG)
+
+
+def test_what_is_no_model_is_refused():
+    for call in (lambda: generate("some/model", PROMPTS), lambda: make_draft(model_of(), "quantspec"), lambda: prepare(None, PROMPTS)):
+        with pytest.raises(InputError, match="model should be what `load` or `load_model` returns, not "):
+            call()
+
+
+def test_filters_without_draws_are_said_to_have_no_effect(caplog):
+    prepare(model_of(), PROMPTS, config=dataclasses.replace(CONFIG, top_p=0.9, top_k=5))
+    assert caplog.messages == ["top_k, top_p have no effect at temperature 0, which is greedy decoding"]
 
 
 def test_the_identity_of_a_run_is_the_same_where_its_draft_is_made_elsewhere():

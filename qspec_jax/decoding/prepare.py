@@ -7,6 +7,7 @@ commands decode what `prepare` returns.
 
 import dataclasses
 import json
+import logging
 import numbers
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -22,8 +23,10 @@ from qspec_jax.decoding.requests import Request, check_draft_room, check_setting
 from qspec_jax.decoding.sampling import prompt_keys
 from qspec_jax.drafts.draft import Draft, check_made_for
 from qspec_jax.drafts.registry import AUTO, make_draft
-from qspec_jax.errors import InputError
+from qspec_jax.errors import InputError, warn_once
 from qspec_jax.models.llama import Llama
+
+log = logging.getLogger(__name__)
 
 ROWS_OF_AUTO = 32  # for which draft auto is resolved where the batch size depends on the memory that the draft leaves
 SHARED = ("draft", "cache", "eos_token_ids", "ignore_eos", "group_size", "scheme")  # settings that all requests of a batch have in common
@@ -115,6 +118,8 @@ def prepare(
         InputError: for requests that cannot be decoded, that differ in a setting of `SHARED`, and for a draft that was made for another
             model.
     """
+    if not isinstance(model, Llama):
+        raise InputError(f"model should be what `load` or `load_model` returns, not {model!r:.60}")
     if isinstance(requests, str | bytes) or _are_token_ids(requests):
         requests = [requests]
     found = list(requests) if isinstance(requests, Iterable) else requests
@@ -155,6 +160,11 @@ def _requests_of(model: Llama, prompts: Any, config: GenerationConfig, key: Key[
     if key is None and config.temperature:
         draws = f"temperature {config.temperature:g} draws tokens at random"
         raise InputError(f"{draws}, so key should be given, such as jax.random.key(0)")
+    filters = [name for name in ("top_k", "top_p", "min_p") if getattr(config, name) != getattr(GenerationConfig, name)]
+    if filters and not config.temperature:
+        warn_once(
+            log, f"{', '.join(filters)} {'has' if len(filters) == 1 else 'have'} no effect at temperature 0, which is greedy decoding"
+        )
     keys = prompt_keys(key_of(0) if key is None else key, len(rows))
     return [Request(row, config, keys[i]) for i, row in enumerate(rows)]
 

@@ -144,6 +144,8 @@ def make_draft(
         InputError: as `parse_draft` and `int4_model` do, for a setting that is out of range, and for a checkpoint that a draft cannot use,
             such as one with other tokens than the checkpoint that the model was loaded from.
     """
+    if not isinstance(model, Llama):
+        raise InputError(f"model should be what `load` or `load_model` returns, not {model!r:.60}")
     settings = parse_draft(draft) if isinstance(draft, str) else draft
     if settings is None:
         return None
