@@ -122,7 +122,7 @@ def test_a_result_is_a_tree():
 def test_retrieval_chooses_by_judged_drafts_alone():
     """Rounds that differ in nothing but how many drafts came after the first rejected one leave the same state."""
     model, gamma = random_model(jnp.float32, num_hidden_layers=1), 7
-    draft = make_draft("retrieval:budget=44,chunk=2,rebuild=0,min_accepted=0.9,generated=1", model)
+    draft = make_draft("retrieval:budget=44,chunk=2,rebuild=0,least_accepted=0.9,generated=1", model)
     config = GenerationConfig(group_size=16, max_new_tokens=9, num_speculative_tokens=gamma)
     state, *_ = prepared(model, [list(range(60))], config, draft=draft)
     one = jnp.ones(1, jnp.int32)

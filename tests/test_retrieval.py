@@ -73,7 +73,7 @@ def test_a_budget_beyond_the_room_copies_everything(model):
     assert state.draft.own.layers[0].keys.shape[2] < 400  # and has no more room than there are tokens
 
 
-@pytest.mark.parametrize(("settings", "accepted", "anew"), [("rebuild=6", 2, [2, 4]), ("rebuild=0,min_accepted=0.7", 0, [2, 4])])
+@pytest.mark.parametrize(("settings", "accepted", "anew"), [("rebuild=6", 2, [2, 4]), ("rebuild=0,least_accepted=0.7", 0, [2, 4])])
 def test_the_choice_is_made_anew(model, settings, accepted, anew):
     """Two rounds later, by the number of tokens or for want of accepted drafts; only in rows that go on, with the queries of that time."""
     draft = make_draft(f"retrieval:budget=60,chunk={CHUNK},{settings}", model)
@@ -98,7 +98,7 @@ def test_the_choice_is_made_anew(model, settings, accepted, anew):
 
 def test_acceptance_is_of_what_a_row_drafted(model):
     """Not of what any row of its batch may draft, on which its choices would then depend; a round without drafts says nothing of it."""
-    draft = make_draft("retrieval:budget=60,rebuild=0,min_accepted=0.7", model)
+    draft = make_draft("retrieval:budget=60,rebuild=0,least_accepted=0.7", model)
     state, *_ = prepared(model, random_prompts(LENGTHS), CONFIG, draft=draft)
     drafted, accepted = jnp.array([3, 2, 0, 2], jnp.int32), jnp.array([3, 2, 0, 1], jnp.int32)
     cache = state.cache.rollback(dataclasses.replace(state.cache.lengths, buffered=state.cache.lengths.buffered + accepted + 1))

@@ -31,7 +31,7 @@ PHRASES = {
     r"likeliest": "most likely",
     r"(least|most|fewest)_\w+": "min_, max_",
 }
-NAMES = ("behind the {r.choice",)  # a place in the text of needle prompts
+NAMES = ("least_accepted", "behind the {r.choice")  # a setting, and a place in the text of needle prompts
 BANNED = re.compile(rf"\b(?:{'|'.join(PHRASES)})\b", re.IGNORECASE)
 
 

@@ -3,7 +3,7 @@
 The text is cut into chunks of 8 tokens. A chunk's score is the attention that one query pays to the mean of the chunk's keys, for each KV
 head its own. The chunks with the highest scores are copied into a compact cache with the first chunk and the most recent tokens; what is
 generated joins them. The choice is made after prefill with the query of the prompt's last token, and again after `rebuild` tokens and, if
-`min_accepted` is set, when the average acceptance falls below it.
+`least_accepted` is set, when the average acceptance falls below it.
 
 Source: TriForce (arXiv 2404.11912), sections 4.1 and 4.3. Unlike there, the most recent tokens are always copied, whatever their scores,
 and new tokens take no copied one's place: they go into a ring of their own. As in the paper's own system, every layer reads chunks.
@@ -40,7 +40,7 @@ class RetrievalSettings(CompactSettings):
     chunk: int = setting(8, "How many tokens a chunk has.", minimum=1)
     generated: int = setting(1024, "How many of the tokens emitted since the last choice are read, the most recent ones.", minimum=1)
     rebuild: int = setting(256, "After how many tokens the choice is made again; 0 is never.", minimum=0)
-    min_accepted: float = setting(
+    least_accepted: float = setting(
         0.0, "Below which average share of accepted drafts the choice is made again; 0 is never.", minimum=0, below=1
     )
 
@@ -158,10 +158,10 @@ class RetrievalDraft(CompactDraft):
         accepted = jnp.where(running & (result.drafted > 0), ROLLING * state.accepted + (1 - ROLLING) * share, state.accepted)
         since = state.since + result.count
         new = dataclasses.replace(state, own=own, since=since, accepted=accepted)
-        settings, due = self.settings, accepted < self.settings.min_accepted
+        settings, due = self.settings, accepted < self.settings.least_accepted
         if settings.rebuild:
             due |= since >= settings.rebuild
-        elif not settings.min_accepted:
+        elif not settings.least_accepted:
             return new
         due &= running
 
