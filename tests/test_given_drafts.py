@@ -112,7 +112,7 @@ def test_one_prompt_may_be_an_array_but_not_bytes():
 
 
 def test_what_a_tokenizer_returns_is_no_list_of_prompts():
-    with pytest.raises(InputError, match="not a mapping with 'input_ids', 'attention_mask'; of a tokenizer's, give 'input_ids'"):
+    with pytest.raises(InputError, match="not a mapping with 'input_ids', 'attention_mask'; of what a tokenizer returns, give 'input_ids'"):
         generate(model_of(), collections.UserDict(input_ids=PROMPTS, attention_mask=[[1]]), config=CONFIG)
 
 

@@ -46,10 +46,6 @@ def with_chats(prompts: Any, tokenizer: Any) -> Any:
         prompts: of `generate`; those that are lists of messages are conversations.
         tokenizer: needed where there is a conversation.
     """
-    if isinstance(prompts, Mapping):
-        raise InputError(
-            f"prompts should be a list, not a mapping with {', '.join(map(repr, prompts))}; of a tokenizer's, give 'input_ids'"
-        )
     if not isinstance(prompts, list | tuple):
         return prompts
     if prompts and isinstance(prompts[0], Mapping):

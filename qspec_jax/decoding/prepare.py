@@ -9,7 +9,7 @@ import dataclasses
 import json
 import logging
 import numbers
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxtyping import Array, Key
@@ -120,6 +120,9 @@ def prepare(
     """
     if not isinstance(model, Llama):
         raise InputError(f"model should be what `load` or `load_model` returns, not {model!r:.60}")
+    if isinstance(requests, Mapping):
+        given = ", ".join(map(repr, requests))
+        raise InputError(f"prompts should be a list, not a mapping with {given}; of what a tokenizer returns, give 'input_ids'")
     if isinstance(requests, str | bytes) or _are_token_ids(requests):
         requests = [requests]
     found = list(requests) if isinstance(requests, Iterable) else requests
