@@ -17,6 +17,10 @@ class HostMemoryError(InputError):
     """A request that does not fit host memory; a shorter one may."""
 
 
+class DraftRoomError(InputError):
+    """A prompt that exceeds the positions of the draft's own model; another draft may have room."""
+
+
 @functools.cache
 def warn_once(log: logging.Logger, message: str, level: int = logging.WARNING) -> None:
     """Logs a message the first time only that a process gives it: a checkpoint is opened several times."""

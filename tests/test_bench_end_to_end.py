@@ -252,3 +252,14 @@ def test_too_little_text(fails, directory, tmp_path):
     fails(["bench", "end-to-end", "--model", directory, "--file", file, "--context", CONTEXT], "--file", "740")
     fails(["bench", "end-to-end"], "--model")
     fails(["bench", "end-to-end", "--model", "no/such/folder"], "no/such/folder")
+
+
+def test_a_draft_without_room_has_failed_rows_and_the_others_go_on(directory, stream, tmp_path):
+    short = write_checkpoint(tmp_path / "short", hf_config(vocab_size=4096, max_position_embeddings=64), tokenizer=demo.MODEL)
+    methods = select_methods([], ["prompt-lookup", f"small-model:model={short}"])
+    settings = dict(max_new_tokens=NEW, texts=1, calibrate=False, progress=False)
+    found = end_to_end.run("random", loading.load_model(directory, progress=False), stream, [CONTEXT], [0.0], [GAMMA], methods, **settings)
+    notes = [row.note for row in (*found.rows, *found.teacher_forced) if row.status == "failed"]
+    assert [row.status for row in found.rows] == ["measured", "measured", "failed"]
+    assert [row.status for row in found.teacher_forced] == ["measured", "failed"]
+    assert all("exceed the draft's 64 positions" in note for note in notes)

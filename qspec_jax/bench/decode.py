@@ -38,7 +38,7 @@ from qspec_jax.decoding.state import UNLIMITED, Counts, DecodeState
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.registry import NONE, make_draft
 from qspec_jax.drafts.step_bytes import bytes_of, devices_of
-from qspec_jax.errors import HostMemoryError, InputError, is_out_of_memory, named
+from qspec_jax.errors import DraftRoomError, HostMemoryError, InputError, is_out_of_memory, named
 from qspec_jax.evaluate.acceptance import repeated_ngrams
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
@@ -226,7 +226,7 @@ def _attempt(function: Callable, *args, **settings):
     """Calls a function and returns its result, or the exception that it raised."""
     try:
         return function(*args, **settings)
-    except HostMemoryError as error:  # one row of many, as where the device's memory is too small
+    except (HostMemoryError, DraftRoomError) as error:  # one row of many, as where the device's memory is too small
         return error.with_traceback(None)
     except InputError:  # a draft's settings that do not fit the model, for one
         raise

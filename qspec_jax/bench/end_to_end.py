@@ -22,7 +22,7 @@ from qspec_jax.decoding.prepare import prepare
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.int4 import int4_model
 from qspec_jax.drafts.registry import USUAL, make_draft
-from qspec_jax.errors import InputError, named
+from qspec_jax.errors import DraftRoomError, InputError, named
 from qspec_jax.evaluate import acceptance
 from qspec_jax.evaluate.acceptance import Acceptance, with_error
 from qspec_jax.evaluate.texts import cut
@@ -254,7 +254,7 @@ def _walk(
     try:
         made = make(draft, config.num_speculative_tokens)
         return dataclasses.replace(row, acceptance=acceptance.teacher_forced(model, made, texts, config, key_of(seed)))
-    except InputError:  # a draft's settings that do not fit the model, for one
-        raise
     except Exception as error:  # one row of many
+        if isinstance(error, InputError) and not isinstance(error, DraftRoomError):  # a draft's settings that do not fit the model
+            raise
         return dataclasses.replace(row, status="failed", note=named(error))

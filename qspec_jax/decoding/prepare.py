@@ -142,10 +142,10 @@ def prepare(
     if config.draft == AUTO:
         config = dataclasses.replace(config, **{name: getattr(configs[0], name) for name in ("draft", "num_speculative_tokens", "cache")})
     draft = _made(model, configs, prompts if calibrate else None, progress)
-    draft = resolve.resolve_prompt_settings(model, draft, configs, prompts)
-    configs = resolve.fill_draft_costs(model, configs, lengths, draft)
     for i, (length, each) in enumerate(zip(lengths, configs, strict=True)):
         check_draft_room(draft, f"prompt {i}", length, each.max_new_tokens)
+    draft = resolve.resolve_prompt_settings(model, draft, configs, prompts)
+    configs = resolve.fill_draft_costs(model, configs, lengths, draft)
     settled = (dataclasses.replace(request, config=each) for request, each in zip(found, configs, strict=True))
     return Prepared(model, config, tuple(settled), draft, tokenizer, keyed)
 

@@ -15,7 +15,7 @@ from qspec_jax.decoding.keys import as_threefry
 from qspec_jax.decoding.limits import eos_ids
 from qspec_jax.decoding.text import encoded
 from qspec_jax.drafts.draft import Draft
-from qspec_jax.errors import InputError, warn_once
+from qspec_jax.errors import DraftRoomError, InputError, warn_once
 from qspec_jax.models.llama import Llama
 
 log = logging.getLogger(__name__)
@@ -173,15 +173,15 @@ def check_length(model: Llama, name: str, tokens: int, new: int) -> None:
 
 
 def check_draft_room(draft: Draft | None, name: str, tokens: int, new: int) -> None:
-    """Raises InputError as `check_length` does, for the positions of the draft's own model, if it has one."""
+    """Raises DraftRoomError if a prompt and its new tokens exceed the positions of the draft's own model, if it has one."""
     if draft is not None and draft.max_length is not None:
-        check_positions("draft", draft.max_length, name, tokens, new)
+        check_positions("draft", draft.max_length, name, tokens, new, error=DraftRoomError)
 
 
-def check_positions(owner: str, positions: int, name: str, tokens: int, new: int) -> None:
-    """Raises InputError if a prompt and its new tokens exceed a number of positions, those of the owner. name: what the message calls the
+def check_positions(owner: str, positions: int, name: str, tokens: int, new: int, *, error: type[InputError] = InputError) -> None:
+    """Raises the error if a prompt and its new tokens exceed a number of positions, those of the owner. name: what the message calls the
     prompt."""
     if tokens + new > positions:
         room = positions - tokens
         advice = f"ask for at most {room} new tokens" if room > 0 else f"shorten it to at most {max(1, positions - new)} tokens"
-        raise InputError(f"{name} of {tokens} tokens and {new} new ones exceed the {owner}'s {positions} positions; {advice}")
+        raise error(f"{name} of {tokens} tokens and {new} new ones exceed the {owner}'s {positions} positions; {advice}")
