@@ -324,7 +324,7 @@ def _max_bf16(found, code, a, b):
     return bf16_bits(np.fmax(wide(a), wide(b))).view(np.int32)
 
 
-def _multiply_pairs(found, code, a, b):
+def _multiply_f16(found, code, a, b):
     kind = found[1]
     products = halves(a, kind) * halves(b, kind)
     return np.ascontiguousarray(products.astype(np.float16) if kind == "f16" else bf16_bits(products)).view(np.int32)[:, 0]
@@ -388,7 +388,7 @@ INSTRUCTIONS = {
     r"fence\.proxy\.async": lambda found, code: here.block.shared.touched.publish(here.mask),
     r"ldmatrix\.sync\.aligned\.m8n8\.x4(\.trans)?\.shared\.b16": _load_matrices,
     r"movmatrix\.sync": _transpose,
-    r"mul\.rn\.(f16|bf16)x2": _multiply_pairs,
+    r"mul\.rn\.(f16|bf16)x2": _multiply_f16,
     r"max\.u16x2": _max_u16,
     r"lop3\.b32 \$0, \$1, \$2, (\w+), 0xEA;": lambda found, code, a, b: a & b | constant(int(found[1], 0), np.int32),
     r"prmt\.b32 \$0, \$1, \$2, (\w+)": _prmt,

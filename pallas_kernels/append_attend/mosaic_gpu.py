@@ -22,7 +22,7 @@ def unsupported(qkv: Array, cos: Array, sin: Array, layer: Layer, lengths: Lengt
         return reason
     separate, fused = (attention.plan_for(q, layer, view, appends=appends) for appends in (False, True))
     if dataclasses.replace(fused, appends=False) != separate or fused.slots < separate.slots:
-        return "would have fewer slots of the ring than separate launches"
+        return "would have another configuration than attention alone, or fewer slots of the ring"
     return None
 
 

@@ -164,7 +164,7 @@ class SoftmaxWarp:
             for s, both in enumerate(of_values):
                 # Where there is no token there may be NaN, which must not be multiplied by 0.
                 loaded = [[ptx.select(present, x, ptx.i32(0)) for x in words] for present, words in zip(there, both)]
-                turned = [fragments.transpose(x) for words in loaded for x in numerics.swap_neighbours(*words)]
+                turned = [fragments.transpose(x) for words in loaded for x in numerics.transpose_pairs(*words)]
                 out[s] = fragments.mma(out[s], turned, weights, "bf16")
             return {**state, "out": out}
 

@@ -212,7 +212,7 @@ class Warp(SoftmaxWarp):
         products = [(ptx.f32(0.0),) * 4] * 2
         for s, query in enumerate(queries):
             (h, _), mask = plan.place(s), plan.mask(s)
-            scaled = [numerics.multiply_pairs(*both) for both in zip(query, ptx.load_shared(start + 2 * CHUNK * s, 2))]
+            scaled = [numerics.multiply_f16(*both) for both in zip(query, ptx.load_shared(start + 2 * CHUNK * s, 2))]
             for m in range(2):
                 codes = [halves[h][j][half] & mask for half in (0, 1) for j in (2 * m, 2 * m + 1)]
                 products[m] = fragments.mma(products[m], codes, scaled, "f16")
@@ -310,7 +310,7 @@ class Warp(SoftmaxWarp):
         for i in range(max(1, plan.tile_rows // 8)):
             rows = [ptx.load_shared(first + self._row_number(self.t * 2 + (8 * i + n)) * PIECE, 4) for n in (0, 1)]
             # Those of the first token's groups come first.
-            of_rows.append([x for both in zip(*rows) for x in numerics.swap_neighbours(*both)])
+            of_rows.append([x for both in zip(*rows) for x in numerics.transpose_pairs(*both)])
 
         def of(j: int) -> list:
             i, token = self._place_in_rows(j)

@@ -59,7 +59,7 @@ class Tile(SoftmaxTile):
         exponent = (exponent << 16 | exponent) - 15 * EXPONENTS  # float16's bias is 112 less than bfloat16's 127
         biases = exponent, exponent + (4 * EXPONENTS if self.plan.planes == 1 else 0)
         return [
-            [numerics.swap_neighbours(*(numerics.positive_to_float16(x, bias) for x in half)) for half, bias in zip(word, biases)]
+            [numerics.transpose_pairs(*(numerics.positive_to_float16(x, bias) for x in half)) for half, bias in zip(word, biases)]
             for word in scale
         ]
 
@@ -94,7 +94,7 @@ class Tile(SoftmaxTile):
 
     def _scaled(self, operand: list, scale: list) -> tuple[list, tuple]:
         """The operand times the scales, and its excess: the sum times what the codes are read too large by."""
-        scaled = self._each(numerics.multiply_pairs, operand, scale)
+        scaled = self._each(numerics.multiply_f16, operand, scale)
         ones = self._each(lambda _: ptx.i32(ONES), scaled)
         return scaled, tuple(x * self.excess for x in self._sums(scaled, ones, "f16"))
 

@@ -1,7 +1,7 @@
 """All that lies between two attentions in one launch, on NVIDIA Hopper in Pallas Mosaic GPU, for the few rows of a draft step.
 
-Each multiprocessor runs one block through all four stages of the INT4 matmul. Separate kernels would leave the memory idle whenever one
-ends and the next begins.
+Each multiprocessor runs one block through the INT4 matmuls of a layer: output projection, gate and up, down, the next projections.
+Separate kernels would leave the memory idle whenever one ends and the next begins.
 
 Blocks wait for what others hand over (docs/kernels/fused-layer.md). They draw their work in the order in which
 it can be done (matmul/mosaic_block.py). So however few blocks run at once, all come to an end, and launches that do not depend on each

@@ -29,7 +29,7 @@ from pallas_kernels.gpu.launch import launch, lowered_once
 
 PIECE = 16  # bytes that a lane reads at a time
 LINE = 32 * PIECE  # bytes of a line, at most: what the lanes of a warp read with one load each
-MULTIPROCESSORS_PER_BLOCK = 32  # one of these has a block of this kernel, and no registers left for another kernel's
+MULTIPROCESSORS_PER_BLOCK = 32  # one of them runs a block of this kernel, which leaves no registers there for other kernels
 WARPS = 32  # of a block: the most that there can be
 AT_ONCE = 2  # loads that a lane has under way at the same time, all of one trip
 # The largest number of tokens of a KV head that are compared with those already on the device; with more, all are read from the store,
@@ -45,17 +45,17 @@ class Plan:
         blocks: the number of blocks launched.
         positions: the number of all positions, B K n.
         n: the number of positions of each KV head of a row.
-        size: the number of tokens that a KV head has in the store.
+        store_tokens: the number of tokens that a KV head has in the store.
         token_bytes: bytes of a key and a value.
-        fetched: tokens of a KV head that are on the device already.
+        num_fetched: tokens of a KV head that are on the device already.
     """
 
     blocks: int
     positions: int
     n: int
-    size: int
+    store_tokens: int
     token_bytes: int
-    fetched: int
+    num_fetched: int
 
     @property
     def line(self) -> int:
@@ -68,25 +68,25 @@ class Plan:
         return self.line // PIECE
 
     @property
-    def lines(self) -> int:
+    def lines_per_token(self) -> int:
         """Lines of a token."""
         return self.token_bytes // self.line
 
     @property
-    def lines_at_a_time(self) -> int:
+    def lines_per_load(self) -> int:
         """Lines that the lanes of a warp read with one load each."""
         return LINE // self.line
 
     @property
-    def together(self) -> int:
+    def lines_per_trip(self) -> int:
         """Lines that a warp reads in a trip."""
-        return AT_ONCE * self.lines_at_a_time
+        return AT_ONCE * self.lines_per_load
 
     @property
     def trips(self) -> int:
-        """Trips of each warp's loop. In trip i warp w, of W warps in all, reads the `together` lines from number (i W + w) `together` on.
+        """Trips of each warp's loop. In trip i warp w, of W warps in all, reads n lines from number (i W + w) n, n = lines_per_trip.
         So in each trip the warps together read one run of the list of lines."""
-        return math.ceil(self.positions * self.lines / (self.blocks * WARPS * self.together))
+        return math.ceil(self.positions * self.lines_per_token / (self.blocks * WARPS * self.lines_per_trip))
 
 
 def occupied() -> int:
@@ -99,9 +99,9 @@ def unsupported(store: Array, positions: Array, fetched: FullTokens | None) -> s
         return reason
     if jax.typeof(store).memory_space != jax.memory.Space.Host:
         return "is made for tokens in host memory"
-    size = 2 * store.shape[4] * store.dtype.itemsize
-    if size % PIECE or (size % LINE if size > LINE else LINE % size):
-        return f"supports tokens of a power of two bytes from {PIECE} on, or of a multiple of {LINE}, not of {size}"
+    token_bytes = 2 * store.shape[4] * store.dtype.itemsize
+    if token_bytes % PIECE or (token_bytes % LINE if token_bytes > LINE else LINE % token_bytes):
+        return f"supports tokens of a power of two bytes from {PIECE} on, or of a multiple of {LINE}, not of {token_bytes}"
     if not store.shape[2] or not positions.size or positions.dtype != jnp.int32:
         return "needs tokens, and positions in int32"
     if fetched is not None and fetched.keys_values.dtype != store.dtype:
@@ -116,8 +116,8 @@ def gather_tokens(
 ) -> Float[Array, "B K n 2 H"]:
     (*_, S, _, H), n = store.shape, positions.shape[2]
     plan = Plan(occupied(), positions.size, n, S, 2 * H * store.dtype.itemsize, 0 if fetched is None else fetched.positions.shape[2])
-    if not 0 < plan.fetched <= MAX_FETCHED:
-        return run(dataclasses.replace(plan, fetched=0), store, positions)
+    if not 0 < plan.num_fetched <= MAX_FETCHED:
+        return run(dataclasses.replace(plan, num_fetched=0), store, positions)
     return run(plan, store, positions, fetched.keys_values, fetched.positions)
 
 
@@ -130,7 +130,7 @@ def run(
     fetched_positions: Int[Array, "B K m"] | None = None,
 ) -> Float[Array, "B K n 2 H"]:
     """The launch."""
-    on_device = {"fetched": fetched, "fetched_positions": fetched_positions} if plan.fetched else {}
+    on_device = {"fetched": fetched, "fetched_positions": fetched_positions} if plan.num_fetched else {}
     inputs = {"store": store, "positions": positions} | on_device
     outputs = {"tokens": jax.ShapeDtypeStruct((*positions.shape, *store.shape[3:]), store.dtype)}
     # The kernel uses no shared memory, but a launch has to ask for some.
@@ -144,40 +144,40 @@ def emit_block(plan: Plan, refs: dict) -> None:
     thread = ptx.thread_index()
     warp, lane = ptx.block_index() * WARPS + (thread >> 5), thread & 31
     own, piece = lane // plan.lanes, lane % plan.lanes * PIECE
-    last = ptx.i32(plan.positions * plan.lines - 1)
+    last = ptx.i32(plan.positions * plan.lines_per_token - 1)
 
     def within(name, size, head, index):
         return at[name] + (ptx.i64(head) * size + ptx.i64(index)) * plan.token_bytes
 
     def places(heads, positions) -> list:
         """The place of each token among those of its KV head that are fetched already; -1 if it is not among them."""
-        words = 4 if plan.fetched % 4 == 0 else 1
-        # A position of -1 is no token.
+        words = 4 if plan.num_fetched % 4 == 0 else 1
+        # In `fetched_positions` -1 marks an empty place, which a negative requested position must not match.
         positions = [ptx.select(position < 0, ptx.i32(-2), position) for position in positions]
 
         def compare(i, found):
             first = i * words
             for number, (head, position) in enumerate(zip(heads, positions)):
-                others = ptx.load_global(at["fetched_positions"] + (ptx.i64(head) * plan.fetched + ptx.i64(first)) * 4, words)
+                others = ptx.load_global(at["fetched_positions"] + (ptx.i64(head) * plan.num_fetched + ptx.i64(first)) * 4, words)
                 for j, other in enumerate(others):
                     found[number] = ptx.select(other == position, first + j, found[number])
             return found
 
-        return ptx.loop(ptx.i32(0), ptx.i32(plan.fetched // words), [ptx.i32(-1)] * len(heads), compare)
+        return ptx.loop(ptx.i32(0), ptx.i32(plan.num_fetched // words), [ptx.i32(-1)] * len(heads), compare)
 
     def trip(i, _):
-        first = (i * (plan.blocks * WARPS) + warp) * plan.together + own
+        first = (i * (plan.blocks * WARPS) + warp) * plan.lines_per_trip + own
         # A line past the end of the list becomes the last one, which is then copied again, to the same place.
-        lines = [ptx.minimum(first + plan.lines_at_a_time * j, last) for j in range(AT_ONCE)]
-        tokens = [line // plan.lines for line in lines]
-        parts = [ptx.i64(line % plan.lines * plan.line + piece) for line in lines]
+        lines = [ptx.minimum(first + plan.lines_per_load * j, last) for j in range(AT_ONCE)]
+        tokens = [line // plan.lines_per_token for line in lines]
+        parts = [ptx.i64(line % plan.lines_per_token * plan.line + piece) for line in lines]
         heads = [token // plan.n for token in tokens]
         positions = [ptx.load_global(at["positions"] + ptx.i64(token) * 4)[0] for token in tokens]
-        clipped = [ptx.minimum(ptx.maximum(position, ptx.i32(0)), ptx.i32(plan.size - 1)) for position in positions]
-        sources = [within("store", plan.size, head, index) for head, index in zip(heads, clipped)]
-        if plan.fetched:
+        clipped = [ptx.minimum(ptx.maximum(position, ptx.i32(0)), ptx.i32(plan.store_tokens - 1)) for position in positions]
+        sources = [within("store", plan.store_tokens, head, index) for head, index in zip(heads, clipped)]
+        if plan.num_fetched:
             found = places(heads, positions)
-            copies = [within("fetched", plan.fetched, head, ptx.maximum(place, ptx.i32(0))) for head, place in zip(heads, found)]
+            copies = [within("fetched", plan.num_fetched, head, ptx.maximum(place, ptx.i32(0))) for head, place in zip(heads, found)]
             sources = [ptx.select(place < 0, source, copy) for place, source, copy in zip(found, sources, copies)]
         loaded = [ptx.load_global(source + part, 4) for source, part in zip(sources, parts)]
         for token, part, words in zip(tokens, parts, loaded):

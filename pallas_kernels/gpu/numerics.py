@@ -38,7 +38,7 @@ def rotated(a: Value, b: Value, cos: Value, sin: Value) -> tuple[Value, Value]:
     return first, second
 
 
-def multiply_pairs(a: Value, b: Value) -> Value:
+def multiply_f16(a: Value, b: Value) -> Value:
     """Products of two pairs of float16, entry by entry."""
     return ptx.pure("mul.rn.f16x2 $0, $1, $2;", a, b)
 
@@ -145,7 +145,7 @@ def spread_bytes(x: Value) -> tuple[Value, Value]:
     return tuple(ptx.pure(f"prmt.b32 $0, $1, $2, {order};", x, ptx.i32(0)) for order in ("0x4140", "0x4342"))
 
 
-def swap_neighbours(a: Value, b: Value) -> tuple[Value, Value]:
+def transpose_pairs(a: Value, b: Value) -> tuple[Value, Value]:
     """The pairs (a0, b0) and (a1, b1) of pairs a and b."""
     return tuple(ptx.pure(f"prmt.b32 $0, $1, $2, {order};", a, b) for order in ("0x5410", "0x7632"))
 
@@ -156,7 +156,7 @@ def fma(a: Value, b: Value, c: Value) -> Value:
 
 
 def dot(tiles: Sequence[Sequence[Value]], weights: Sequence[Sequence[Value]], column: int, start: Value) -> Value:
-    """start plus one of this lane's two columns of accumulator tiles (entries column, column + 2), times weights [tile][row], summed."""
+    """start + the sum over tiles t and rows r of t[column + 2 r] * weights[t][r]: one of this lane's two columns of accumulator tiles."""
     for tile, rows in zip(tiles, weights):
         for x, weight in zip(tile[column::2], rows):
             start = fma(x, weight, start)
@@ -204,7 +204,7 @@ def log2(x: Value) -> Value:
 
 
 def positive_to_float16(x: Value, bias: Value) -> Value:
-    """Positive pairs of bfloat16 as float16, times a power of two: `bias`, which lies where both exponents do, is subtracted.
+    """Positive pairs of bfloat16 as float16, times a power of two: `bias` has, at the bits of both exponents, what is subtracted from them.
 
     The result must be below 2^16; what would be below 2^-14 loses its digits. A NaN becomes some number.
     """
@@ -212,6 +212,6 @@ def positive_to_float16(x: Value, bias: Value) -> Value:
 
 
 def powers_of_two(x: Value, exponent: int, least: int) -> tuple[Value, Value]:
-    """A power of two that brings x >= 0 to between 2^exponent and twice that, and its inverse; no more than 2^(exponent - least)."""
+    """The power of two p, at most 2^(exponent - least), with 2^exponent <= p x < 2^(exponent + 1), and 1 / p; a smaller x stays smaller."""
     biased = ptx.maximum(ptx.as_bits(x) >> 23, ptx.i32(127 + least))
     return ptx.as_float((ptx.i32(254 + exponent) - biased) << 23), ptx.as_float((biased - exponent) << 23)

@@ -205,7 +205,7 @@ class Activations:
         """Stores a lot of pieces of a step from address `to` on."""
         for (tile, column), words in zip(lot, loaded):
             at = to + self.to + tile * self.plan.x_tile_bytes + column * (2 * X_WARPS * MMA_BYTES)
-            for half, pair in enumerate(zip(*(numerics.swap_neighbours(*words[i : i + 2]) for i in (0, 2)))):
+            for half, pair in enumerate(zip(*(numerics.transpose_pairs(*words[i : i + 2]) for i in (0, 2)))):
                 ptx.store_shared(at + half * (MMA_BYTES // 2), *pair)
 
 

@@ -71,8 +71,9 @@ def through_layers(
     for i, block in enumerate(blocks):
         q, k, v = by_chunks(block.before_attention, x, *(unrotated(*angles) if i in nope else angles))
         cache_queries = min(cache.prompt_queries, q.shape[1])
-        # The attended values overwrite the queries. Without this barrier XLA may slice the last queries after that, which forces a copy of
-        # all queries; and when it estimates that memory is short, only at the end, holding those of all layers until then (jax 0.11).
+        # The attended values overwrite the queries, so this barrier makes XLA slice the last queries first. Without it XLA may slice later,
+        # and copy all queries before; where it expects memory to be short it slices at the end of the program, and keeps the queries of
+        # all layers until then (jax 0.11).
         q, last = lax.optimization_barrier((q, _last(q, n, max(queries, cache_queries))))
         attended = attend_prompt(q, k, v)
         x = replaced(block.after_attention, x, attended, parts=equal_parts(x.shape[1], CHUNK_TOKENS))
