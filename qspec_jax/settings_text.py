@@ -197,8 +197,6 @@ def _unknown(text: str, part: str, fields: Mapping[str, dataclasses.Field], more
 
     if not fields and not more:
         return f"{text.partition(':')[0]} has no settings"
-    if part.startswith("gamma=") and "gamma" not in fields:
-        return "gamma is no setting of a draft; num_speculative_tokens (--gamma) has it"
     known = ", ".join([*(shown(name, field.metadata) for name, field in fields.items()), *(f"{name}=..." for name in more)])
     examples = [field.metadata["example"] for field in fields.values() if field.metadata.get("example")]
     return f"{part!r} should be one of {known}{''.join(f'; commas in a value need parentheses, as in {each}' for each in examples)}"

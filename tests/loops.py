@@ -104,7 +104,7 @@ def faults_of(compiled: jax.stages.Compiled, state: DecodeState) -> list[str]:
 
 
 def prefill_temporaries(kind: str, layers: int, *, place, tokens: int = 1 << 14) -> int:
-    """Bytes that prefill of a model in bfloat16 with so many layers takes beside its weights and the cache."""
+    """Bytes that prefill of a model in bfloat16 with this number of layers takes beside its weights and the cache."""
     model = random_model(jnp.bfloat16, head_dim=64, num_hidden_layers=layers)
     config = GenerationConfig(
         draft="quantspec" if kind == "int8" else "none", cache=kind, num_speculative_tokens=4, group_size=64, max_new_tokens=256

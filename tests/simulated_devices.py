@@ -21,13 +21,13 @@ def devices(request: pytest.FixtureRequest, count: int) -> list[jax.Device]:
 
 
 def environment(count: int) -> dict[str, str]:
-    """The environment of a process that simulates so many devices, and compiles as this one."""
+    """The environment of a process that simulates this number of devices, and compiles as this one."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
     return os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
 
 
 def run_those_of(request: pytest.FixtureRequest, count: int) -> None:
-    """Runs the module's tests with the mark `several_devices` in a process with so many devices, unless there are as many here."""
+    """Runs the module's tests with the mark `several_devices` in a process with this number of devices, unless there are as many here."""
     if len(jax.devices()) >= count:
         return
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "several_devices", "--durations=5", str(request.path)]

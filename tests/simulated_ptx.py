@@ -140,7 +140,7 @@ def _commit(found, code):
 
 
 def _land(groups: int) -> None:
-    """All copies but those of the last so many committed groups."""
+    """All copies but those of this number of groups, the last committed."""
     while len(here.copies) > groups + 1:
         for mask, *copy in here.copies.pop(0):
             before, here.mask = here.mask, mask

@@ -146,7 +146,7 @@ def test_requests_that_come_by_an_iterator_and_a_run_that_is_left(model, draft):
 
 
 class Late:
-    """Ready so many seconds from now."""
+    """Ready this number of seconds from now."""
 
     def __init__(self, seconds: float):
         self.made = time.perf_counter()

@@ -191,7 +191,7 @@ def test_a_draft_is_made_once(run, directory, file, monkeypatch):
 
 
 def test_texts_are_cut_from_joined_files(run, fails, directory, file, monkeypatch):
-    """Longer than either file, and each behind its BOS token; so many of them."""
+    """Longer than either file, and each behind its BOS token; this number of them."""
     measured, texts = acceptance.Acceptance(0.5, 1.5, None, 1, 2, 1, 4, 0.0), []
     take = lambda runs: (texts.append(run[2]) or measured for run in runs)
     monkeypatch.setattr(acceptance, "teacher_forced_in_turn", take)

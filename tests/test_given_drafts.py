@@ -127,8 +127,23 @@ def test_filters_without_draws_are_said_to_have_no_effect(caplog):
     assert caplog.messages == ["top_k, top_p have no effect at temperature 0, which is greedy decoding"]
 
 
-def test_the_identity_of_a_run_is_the_same_where_its_draft_is_made_elsewhere():
-    prepared = prepare(model_of(), PROMPTS, config=CONFIG)
+class Characters:
+    """A tokenizer of texts of digits."""
+
+    def __call__(self, text, **_):
+        return {"input_ids": list(map(int, text))}
+
+
+def test_arrays_of_prompts_are_prompts():
+    prompts = np.array([[1, 2], [3]], dtype=object)
+    for several in (prompts, np.array([[1, 2], [3, 4]])):
+        assert prepare(model_of(), several, config=CONFIG).prompts == list(map(list, several))
+    assert prepare(model_of(), np.array(["12", "3"]), config=CONFIG, tokenizer=Characters()).prompts == [[1, 2], [3]]
+
+
+@pytest.mark.parametrize("draft", ["quantspec", "quantspec:skip=(0a)"])
+def test_the_identity_of_a_run_is_the_same_where_its_draft_is_made_elsewhere(draft):
+    prepared = prepare(model_of(), PROMPTS, config=dataclasses.replace(CONFIG, draft=draft))
     assert prepared.draft is not None and dataclasses.replace(prepared, draft=None).identity() == prepared.identity()
 
 

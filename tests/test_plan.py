@@ -382,7 +382,8 @@ def test_a_tuned_configuration_counts_for_its_own_problem():
 
 
 def test_int4_weights_without_a_kernel_do_not_pay():
-    """Beyond so many rows they are dequantized in every step: slower than the target's own. Above 8 rows another kernel multiplies them."""
+    """Beyond a device's maximum of rows they are dequantized in every step, which is slower than the target's own; above 8 rows another
+    kernel multiplies them."""
     for name, most in (("h200", 64), ("l40s", 16)):
         found = plan("8b", LLAMA_8B, DEVICES[name], [1024], [1, 2 * most], drafts=["quantspec"], gammas=[2, 4])
         assert [best.draft for best in found.best] == ["quantspec", "none"]

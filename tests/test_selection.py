@@ -110,7 +110,7 @@ def test_before_the_first_verification_the_prompts_last_queries_choose(model, te
 
 
 def test_chunks_are_chosen_by_their_mean_keys(model):
-    """And anew after so many tokens, by the last pending token's query; until then what leaves the buffer is read besides."""
+    """And again after this number of tokens, by the last pending token's query; until then what leaves the buffer is read besides."""
     text = "chunk-means:budget=8,chunk=2,rebuild=6,dense_layers=0,weight_bits=16"
     draft = make_draft(text, model)
     config = dataclasses.replace(CONFIG, num_speculative_tokens=1)

@@ -25,8 +25,8 @@ def problem(
     quantized: list[int], kv_heads: int, S: int, N: int, n: int, *, splits: int = 3, rows: int = 0, levels: int = 0, less: int = 0
 ) -> dict:
     """What is found, and the arguments of `mosaic_choice.choose_tokens` but k: a quarter of what may be replaced is not. rows: query rows
-    besides the last token's. levels: each share is one of so many powers of two, times the heads, so that many are equal. less: shares are
-    2^-less times as large."""
+    besides the last token's. levels: if not 0, each share is one of this number of powers of two, times the heads; many are then equal.
+    less: shares are 2^-less times as large."""
     r = np.random.default_rng(S + N + n)
     B, K = len(quantized), kv_heads
     relative_to = r.integers(-40, -8, (B, K, S // TILE, N)).astype(np.float32)

@@ -274,7 +274,7 @@ MODELS = [(4096, 128256), (5120, 5120), (5120, 152064), (8192, 57344), (8192, 12
 def test_int8_plans_fit(rows):
     for inputs, out in [(256, 8), (2304, 1064), (4096, 1024), (32768, 16), *MODELS]:
         plan = mosaic_int8_plan.Plan.fitting(rows, inputs, (out,), 132)
-        if plan is None:  # sums of so many tiles would have to wait for other blocks
+        if plan is None:  # sums of this number of tiles would have to wait for other blocks
             assert rows > 8 and inputs > 4096 and out >= 8192
             continue
         assert plan.slots >= mosaic_int8_plan.ENOUGH_SLOTS and plan.layout.total <= 227 * 1024 and plan.blocks <= 132

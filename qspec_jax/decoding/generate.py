@@ -169,7 +169,7 @@ def generate(
 
 
 def _prepared(model: Llama, prompts: Any, config: GenerationConfig | None, key: Key[Array, ""] | None, tokenizer: Any) -> Prepared:
-    if isinstance(prompts, Sequence) and any(isinstance(prompt, Request) for prompt in prompts):
+    if isinstance(prompts, Sequence) and prompts and isinstance(prompts[0], Request):
         raise InputError("a Request has settings and a key of its own: give requests to run_batch, or to prepare and what it returns here")
     if not isinstance(prompts, Prepared):
         return prepare(model, prompts, config=config or GenerationConfig(), key=key, tokenizer=tokenizer)

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import logging
 import numbers
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from qspec_jax.decoding.sampling import prompt_keys
 from qspec_jax.drafts.draft import Draft, check_made_for
 from qspec_jax.drafts.registry import AUTO, make_draft
 from qspec_jax.errors import InputError, warn_once
-from qspec_jax.models.llama import Llama
+from qspec_jax.models.llama import Llama, check_model
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class Prepared:
         requests: each with token ids, its complete settings and its key.
         draft: None where none of them drafts.
         tokenizer: of the texts; None if there is none.
+        choices: what the draft's open settings (`skip=auto`) became, as texts.
         keyed: whether the keys of the draws were given; without one, prompts have the keys of seed 0, and nothing may be drawn.
     """
 
@@ -50,6 +52,7 @@ class Prepared:
     requests: tuple[Request, ...]
     draft: Draft | None
     tokenizer: Any = None
+    choices: tuple[str, ...] = ()
     keyed: bool = True
 
     @property
@@ -79,15 +82,16 @@ class Prepared:
         return Engine.for_configs(self.model, self.draft, self.configs, prompt_tokens=self.longest_prompt, **settings)
 
     def identity(self) -> str:
-        """A text that differs wherever the settings of all requests, and what was resolved by the prompts or the device, would change
-        results. Prompts and settings of single requests are no part of it.
+        """A text that differs wherever `config`, and what was resolved by the prompts or the device, would change results.
 
-        A journal hashes it. Raises InputError if a draft object was given, whose settings are not known.
+        A journal hashes it, beside the prompts and the settings that single requests give.
+
+        Raises InputError if a draft object was given, whose settings are not known.
         """
         draft = self.config.draft if self.config.draft == AUTO else repr(self.config.draft_settings)
         settings = vars(self.config) | {"draft": draft, "logit_bias": sorted(self.config.logit_bias.items())}
         costs = [config.draft_cost for config in self.configs] if self.config.adaptive else None
-        return json.dumps([settings, costs, self.draft.chosen() if self.draft else ()], sort_keys=True)
+        return json.dumps([settings, costs, self.choices], sort_keys=True)
 
 
 def prepare(
@@ -118,8 +122,7 @@ def prepare(
         InputError: for requests that cannot be decoded, that differ in a setting of `SHARED`, and for a draft that was made for another
             model.
     """
-    if not isinstance(model, Llama):
-        raise InputError(f"model should be what `load` or `load_model` returns, not {model!r:.60}")
+    check_model(model)
     if isinstance(requests, Mapping):
         given = ", ".join(map(repr, requests))
         raise InputError(f"prompts should be a list, not a mapping with {given}; of what a tokenizer returns, give 'input_ids'")
@@ -144,17 +147,24 @@ def prepare(
     draft = _made(model, configs, prompts if calibrate else None, progress)
     for i, (length, each) in enumerate(zip(lengths, configs, strict=True)):
         check_draft_room(draft, f"prompt {i}", length, each.max_new_tokens)
+    given = draft.chosen() if draft else ()
     draft = resolve.resolve_prompt_settings(model, draft, configs, prompts)
+    choices = draft.chosen() if draft and draft.chosen() != given else ()
     configs = resolve.fill_draft_costs(model, configs, lengths, draft)
     settled = (dataclasses.replace(request, config=each) for request, each in zip(found, configs, strict=True))
-    return Prepared(model, config, tuple(settled), draft, tokenizer, keyed)
+    return Prepared(model, config, tuple(settled), draft, tokenizer, choices, keyed)
 
 
 def _are_token_ids(requests: Any) -> bool:
     """Whether this is a single prompt, as a sequence or a one-dimensional array of token ids."""
     if isinstance(requests, Sequence):
         return len(requests) > 0 and isinstance(requests[0], numbers.Integral)
-    return getattr(requests, "ndim", None) == 1
+    if getattr(requests, "ndim", None) != 1:
+        return False
+    try:
+        return operator.index(next(iter(requests), "")) >= 0
+    except TypeError:  # an array of texts, or of prompts of several lengths
+        return False
 
 
 def _requests_of(model: Llama, prompts: Any, config: GenerationConfig, key: Key[Array, ""] | None, tokenizer: Any) -> list[Request]:

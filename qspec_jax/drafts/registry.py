@@ -23,7 +23,7 @@ from qspec_jax.drafts.sparse import SparseSettings
 from qspec_jax.drafts.streaming_llm import StreamingDraftSettings
 from qspec_jax.drafts.triforce import TriForceSettings
 from qspec_jax.errors import InputError
-from qspec_jax.models.llama import Llama
+from qspec_jax.models.llama import Llama, check_model
 from qspec_jax.settings_text import nested_text, read_settings, split, split_text, without_parentheses
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,10 @@ def parse_draft(text: str) -> DraftSettings | None:
     if DRAFTS[name] is CombinedSettings:
         return CombinedSettings(*map(_named_draft, _two_texts(text)))
     readers = {DraftSettings: lambda value: _named_draft(nested_text(value))}
-    return DRAFTS[name](**read_settings("draft", text, split_text("draft", text)[1], DRAFTS[name], readers=readers))
+    parts = split_text("draft", text)[1]
+    if any(part.startswith("gamma=") for part in parts):
+        raise InputError(f"draft {text!r}: gamma is no setting of a draft; num_speculative_tokens (--gamma) has it")
+    return DRAFTS[name](**read_settings("draft", text, parts, DRAFTS[name], readers=readers))
 
 
 def _named_draft(text: str) -> DraftSettings:
@@ -144,8 +147,7 @@ def make_draft(
         InputError: as `parse_draft` and `int4_model` do, for a setting that is out of range, and for a checkpoint that a draft cannot use,
             such as one with other tokens than the checkpoint that the model was loaded from.
     """
-    if not isinstance(model, Llama):
-        raise InputError(f"model should be what `load` or `load_model` returns, not {model!r:.60}")
+    check_model(model)
     settings = parse_draft(draft) if isinstance(draft, str) else draft
     if settings is None:
         return None

@@ -23,6 +23,7 @@ from pallas_kernels.fused_layer import between_attentions
 from pallas_kernels.matmul import gated_linear, linear
 from pallas_kernels.norm import add_rms_norm
 from pallas_kernels.rope_append import split_and_rotate
+from qspec_jax.errors import InputError
 from qspec_jax.models import rope
 from qspec_jax.models.config import LlamaConfig
 
@@ -374,3 +375,9 @@ def _weights(*linears: Linear) -> list[formats.Weight]:
 def _biases(*linears: Linear) -> list[Array]:
     """The biases of linear layers with the same input: all of them have one, or none has."""
     return [layer.bias.get_value() for layer in linears if layer.bias is not None]
+
+
+def check_model(model: Any) -> None:
+    """Raises InputError for what is no model, such as the path of one."""
+    if not isinstance(model, Llama):
+        raise InputError(f"model should be what `load` or `load_model` returns, not {model!r:.60}")
