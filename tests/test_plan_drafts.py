@@ -37,8 +37,8 @@ from qspec_jax.planning.devices import DEVICES
 from qspec_jax.planning.memory import memory_of
 from qspec_jax.planning.operations import cache_bytes_read, int4_bytes, layer_weight_bytes, model_bytes, row_of, step_weight_bytes
 from qspec_jax.planning.plan import plan
-from qspec_jax.planning.plan_report import PlannedRow, PlanReport
-from qspec_jax.planning.report import table
+from qspec_jax.planning.plan_report import PlannedRow
+from qspec_jax.planning.report import PlanReport
 from qspec_jax.planning.rounds import Asked, expected_rounds
 from qspec_jax.planning.steps import LayerReads, Row, outlined
 from qspec_jax.quantization.outline import outline
@@ -467,7 +467,7 @@ def test_names_of_drafts_are_not_cut():
     both = "combine:prompt-lookup+quantspec", "combine:prompt-lookup+quantspec:cache=int8"
     for width in TABLE_WIDTH, 250:
         console = Console(width=width, file=io.StringIO())
-        console.print(table(report(*both)))
+        console.print(report(*both).table())
         rows = console.file.getvalue().split("prefill s")[1].split("Best:")[0]
         lines = [line.split() for line in rows.splitlines()[3:] if line.strip()]
         # A name that is folded goes on in lines of its own.

@@ -1,14 +1,12 @@
-"""What the commands share: options, how a checkpoint is read, how a report is shown."""
+"""What the commands share: options, and how a checkpoint is read."""
 
 import contextlib
 import dataclasses
 import enum
 import functools
 import inspect
-import io
 import logging
 import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +14,6 @@ from typing import Annotated
 import jax
 import typer
 from jax.sharding import Mesh
-from rich.console import Console, RenderableType
 
 from qspec_jax.caches.registry import CACHES, CacheConfig
 from qspec_jax.checkpoints import hub, loading
@@ -28,9 +25,7 @@ from qspec_jax.decoding.config import GAMMA, GenerationConfig
 from qspec_jax.decoding.data_parallel import Place
 from qspec_jax.drafts.registry import AUTO, DRAFTS, NONE, DraftSettings
 from qspec_jax.errors import InputError
-from qspec_jax.files import to_json
 from qspec_jax.models.sharding import model_mesh
-from qspec_jax.reports import TABLE_WIDTH
 
 log = logging.getLogger(__name__)
 
@@ -384,16 +379,3 @@ def number_list(option: str, text: str, kind: type[int] | type[float], *, repeat
 def megabytes(count: float) -> str:
     """A number of bytes as people read it: megabytes, or gigabytes from one on."""
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
-
-
-def show(report, table: Callable[[object], RenderableType], output: Path | None, write: Callable[[str], object], *, as_json: bool) -> None:
-    """Writes a report, a dataclass, as a line of JSON or as its table; that in colours to a terminal."""
-    if as_json:
-        write(to_json(dataclasses.asdict(report)) + "\n")
-    elif output is None and sys.stdout.isatty():
-        # A narrow terminal wraps lines; the table would drop what is in its columns.
-        Console(width=max(Console().width, TABLE_WIDTH)).print(table(report))
-    else:
-        text = io.StringIO()
-        Console(file=text, width=TABLE_WIDTH).print(table(report))
-        write("".join(line.rstrip() + "\n" for line in text.getvalue().splitlines()))

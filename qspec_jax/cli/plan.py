@@ -6,15 +6,13 @@ from typing import Annotated
 import typer
 
 from pallas_kernels.attention.support import MAX_TOKENS
-from qspec_jax import plots
+from qspec_jax import reports
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture
 from qspec_jax.checkpoints import huggingface
-from qspec_jax.cli.options import Json, Output, Plot, show
+from qspec_jax.cli.options import Json, Output, Plot
 from qspec_jax.drafts.registry import DRAFTS
 from qspec_jax.errors import InputError
-from qspec_jax.files import output_to
 from qspec_jax.planning import plan as planning
-from qspec_jax.planning import report as shown
 from qspec_jax.planning.acceptance import parse_chances
 from qspec_jax.planning.devices import DEVICES, find_device
 
@@ -90,21 +88,19 @@ def plan(
         room = f"the model's {config.max_length:,} positions less --max-new-tokens {max_new_tokens:,}"
         raise InputError(f"--context {wrong[0]:,} should be from 1 to {longest:,}, {room}")
     contexts = list(dict.fromkeys(context or [min(n, longest) for n in CONTEXTS]))
-    if plot:
-        plots.check(plot, output)
-    report = planning.plan(
-        arch or str(model),
-        config,
-        found,
-        contexts,
-        batches,
-        drafts=draft or (),
-        acceptances=acceptances,
-        proposing=shares,
-        gammas=gammas,
-        max_new_tokens=max_new_tokens,
-    )
-    with output_to(output) as write:
-        show(report, shown.table, output, write, as_json=as_json)
-    if plot:
-        shown.plot(report, plot)
+
+    def measure() -> reports.Report:
+        return planning.plan(
+            arch or str(model),
+            config,
+            found,
+            contexts,
+            batches,
+            drafts=draft or (),
+            acceptances=acceptances,
+            proposing=shares,
+            gammas=gammas,
+            max_new_tokens=max_new_tokens,
+        )
+
+    reports.show(measure, output, as_json=as_json, plot=plot)

@@ -13,8 +13,9 @@ from qspec_jax.planning import timing
 from qspec_jax.planning.acceptance import GIVEN, keys_of, regardless
 from qspec_jax.planning.devices import Device
 from qspec_jax.planning.operations import cache_bytes, model_bytes, pass_work, prefill_work, row_of
-from qspec_jax.planning.plan_report import Best, Intensity, PlannedRow, PlanReport, Sizes, Status
+from qspec_jax.planning.plan_report import Best, Intensity, PlannedRow, Sizes, Status
 from qspec_jax.planning.planner import Planner
+from qspec_jax.planning.report import PlanReport
 from qspec_jax.planning.steps import OutlinedDraft, outlined, own_step
 from qspec_jax.quantization.outline import outline
 

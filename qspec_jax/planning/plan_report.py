@@ -1,9 +1,8 @@
-"""What a plan says: intensities, sizes of caches, ways of decoding with their times, and the best of them."""
+"""What a plan finds: intensities, sizes of caches, ways of decoding with their times, and the best of them."""
 
 import dataclasses
 import enum
 
-from qspec_jax.planning.devices import Device
 from qspec_jax.planning.memory import Memory
 
 
@@ -149,31 +148,3 @@ class Best:
     drafts_compared: int = 0
     assumed: tuple[str, ...] = ()
     with_measured_kernels: "Best | None" = None
-
-
-@dataclasses.dataclass(frozen=True)
-class PlanReport:
-    """A plan.
-
-    Attributes:
-        model: its name.
-        device: that is planned for.
-        estimated: whether the device's times rest on its datasheet alone, and on efficiencies that were measured on others.
-        ridge: see `Device.ridge`.
-        weight_bytes: of the model.
-        max_new_tokens: tokens that are decoded after each prompt.
-        intensity, sizes, rows, best: the findings, by context and batch.
-        notes: sentences for people on what the figures rest on.
-    """
-
-    model: str
-    device: Device
-    estimated: bool
-    ridge: float
-    weight_bytes: float
-    max_new_tokens: int
-    intensity: list[Intensity]
-    sizes: list[Sizes]
-    rows: list[PlannedRow]
-    best: list[Best]
-    notes: list[str]

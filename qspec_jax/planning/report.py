@@ -1,71 +1,128 @@
 """A plan as people read it: tables, and plots of speed-up, sizes and intensity against context."""
 
+import dataclasses
 from collections import defaultdict
-from pathlib import Path
 
-from rich.console import Group
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from qspec_jax import plots
 from qspec_jax.drafts.registry import NONE
-from qspec_jax.planning.plan_report import Best, PlannedRow, PlanReport, Status
+from qspec_jax.planning.devices import Device
+from qspec_jax.planning.plan_report import Best, Intensity, PlannedRow, Sizes, Status
+from qspec_jax.reports import grid, page
 
 
-def table(report: PlanReport) -> Group:
-    """Tables of arithmetic intensity, of sizes, and of every draft with the best of its gammas; then what the figures rest on."""
-    d = report.device
-    estimate = " (ESTIMATE)" if report.estimated else ""
-    shared = ", shared with the processor" if d.shared_memory else ""
-    head = Text.assemble(
-        (f"Plan of {report.model} on {d.name}{estimate}", "bold"),
-        f": {d.bandwidth_gb_per_s:,.0f} GB/s, {d.memory_gb:,.0f} GB{shared}, {d.bf16_tflops:,.0f} TFLOP/s in bf16, ",
-        f"weights {report.weight_bytes / 1e9:.2f} GB\n",
-    )
-    notes = [
-        "intensity: FLOPs per byte, with a bfloat16 cache; below the ridge memory binds. attention's share is of the time by bytes and",
-        "FLOPs, in decoding. times: a draft's step, a verification (or a step without a draft), a token of each row. accepted: the",
-        "chance that a draft is, given those before it, and the share of all that are drafted. speed-up: over the faster of decoding",
-        "without a draft over a full or an int8 cache, as named, if it fits. rows: the most of this context that fit; longest: the",
-        f"longest context of this batch that does, with {report.max_new_tokens:,} new tokens and all prompts prefilled at once.",
-    ]
-    parts = [head, _intensities(report), Text(), _sizes(report), Text(), _rows(report), Text(), _best(report)]
-    return Group(*parts, Text("\n" + " ".join(notes), "dim"), *(Text(f"* {note}.", "dim") for note in report.notes))
+@dataclasses.dataclass(frozen=True)
+class PlanReport:
+    """A plan.
 
+    Attributes:
+        model: its name.
+        device: that is planned for.
+        estimated: whether the device's times rest on its datasheet alone, and on efficiencies that were measured on others.
+        ridge: see `Device.ridge`.
+        weight_bytes: of the model.
+        max_new_tokens: tokens that are decoded after each prompt.
+        intensity, sizes, rows, best: the findings, by context and batch.
+        notes: sentences for people on what the figures rest on.
+    """
 
-def _grid(*labels: str, left: tuple[str, ...] = ()) -> Table:
-    grid = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for label in labels:
-        if label in left:
-            grid.add_column(label, overflow="fold")  # what names differ in may be at their end
-        else:
-            grid.add_column(label, justify="right", no_wrap=True)
-    return grid
+    model: str
+    device: Device
+    estimated: bool
+    ridge: float
+    weight_bytes: float
+    max_new_tokens: int
+    intensity: list[Intensity]
+    sizes: list[Sizes]
+    rows: list[PlannedRow]
+    best: list[Best]
+    notes: list[str]
+
+    def table(self) -> RenderableType:
+        """Tables of arithmetic intensity, of sizes, and of every draft with the best of its gammas; then what the figures rest on."""
+        d = self.device
+        estimate = " (ESTIMATE)" if self.estimated else ""
+        shared = ", shared with the processor" if d.shared_memory else ""
+        title = f"Plan of {self.model} on {d.name}{estimate}"
+        beside = (
+            f": {d.bandwidth_gb_per_s:,.0f} GB/s, {d.memory_gb:,.0f} GB{shared}, {d.bf16_tflops:,.0f} TFLOP/s in bf16, "
+            f"weights {self.weight_bytes / 1e9:.2f} GB"
+        )
+        notes = [
+            "intensity: FLOPs per byte, with a bfloat16 cache; below the ridge memory binds. attention's share is of the time by bytes and",
+            "FLOPs, in decoding. times: a draft's step, a verification (or a step without a draft), a token of each row. accepted: the",
+            "chance that a draft is, given those before it, and the share of all that are drafted. speed-up: over the faster of decoding",
+            "without a draft over a full or an int8 cache, as named, if it fits. rows: the most of this context that fit; longest: the",
+            f"longest context of this batch that does, with {self.max_new_tokens:,} new tokens and all prompts prefilled at once.",
+        ]
+        parts = [_intensities(self), Text(), _sizes(self), Text(), _rows(self), Text(), _best(self)]
+        return page(title, beside, *parts, notes=[" ".join(notes), *(f"* {note}." for note in self.notes)])
+
+    def figure(self):
+        """Three panels against context: the speed-up of each draft, the caches against the weights, and intensity against the ridge."""
+        contexts = sorted({sizes.context for sizes in self.sizes})
+        batches = sorted({sizes.batch for sizes in self.sizes})
+
+        def several(batch):
+            return f", batch {batch}" if len(batches) > 1 else ""
+
+        figure, (speed, memory, intensity) = plots.panels((15, 4.5), 3)
+        lines = defaultdict(list)
+        for row in best_gammas(self):
+            if row.compared and row.draft != NONE:
+                lines[row.draft + several(row.batch)].append((row.context, row.speedup))
+        for label, points in lines.items():
+            speed.plot(*zip(*sorted(points)), marker="o", label=label)
+        speed.axhline(1, color="gray", linewidth=0.8)
+        speed.set(ylabel="speed-up over the best without a draft", title="Speed-up, where it fits", ylim=(0, None))
+        for number, batch in enumerate(batches):
+            found = [sizes for sizes in self.sizes if sizes.batch == batch]
+            for kind, style in ("full", "-"), ("int8", "--"):
+                ratios = [getattr(sizes, f"{kind}_cache_bytes") / self.weight_bytes for sizes in found]
+                memory.plot([sizes.context for sizes in found], ratios, style, marker="o", color=f"C{number}", label=kind + several(batch))
+            steps = [step for step in self.intensity if step.batch == batch]
+            for part, style in ("linear", "--"), ("attention", ":"), ("aggregate", "-"):
+                values = [getattr(step, f"decode_{part}") for step in steps]
+                intensity.plot([step.context for step in steps], values, style, marker="o", color=f"C{number}", label=part + several(batch))
+        memory.axhline(1, color="gray", linewidth=0.8)
+        memory.set(ylabel="cache / weights", title="KV cache against weights", yscale="log")
+        intensity.axhline(self.ridge, color="gray", linewidth=0.8, label="ridge")
+        intensity.set(ylabel="FLOPs per byte", title="Intensity of decoding", yscale="log")
+        for axes, place in (speed, "lower left"), (memory, "upper left"), (intensity, "best"):
+            plots.context_axis(axes, contexts)
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(fontsize=8, loc=place)
+        kind = "ESTIMATE" if self.estimated else "planned"
+        figure.suptitle(f"{self.model} on {self.device.name}, {kind}; acceptance assumed or given", fontsize=11)
+        return figure
 
 
 def _intensities(report: PlanReport) -> Table:
     labels = [f"{phase} {part}" for phase in ("prefill", "decode") for part in ("linear", "attention", "both")]
-    grid = _grid("context", "batch", *labels, "ridge", "attention's\nshare of time")
+    found = grid("context", "batch", *labels, "ridge", "attention's\nshare of time")
     for i in report.intensity:
         prefill = i.prefill_linear, i.prefill_attention, i.prefill_aggregate
         decode = i.decode_linear, i.decode_attention, i.decode_aggregate
         figures = [f"{x:,.0f}" for x in prefill] + [f"{x:,.2f}" for x in decode]
-        grid.add_row(f"{i.context:,}", str(i.batch), *figures, f"{report.ridge:,.0f}", f"{i.attention_share:.0%}")
-    return grid
+        found.add_row(f"{i.context:,}", str(i.batch), *figures, f"{report.ridge:,.0f}", f"{i.attention_share:.0%}")
+    return found
 
 
 def _sizes(report: PlanReport) -> Table:
-    grid = _grid("context", "batch", "full cache GB", "of the weights", "int8 cache GB", "of the full one")
+    found = grid("context", "batch", "full cache GB", "of the weights", "int8 cache GB", "of the full one")
     for s in report.sizes:
         full, int8 = s.full_cache_bytes / 1e9, s.int8_cache_bytes / 1e9
         shares = f"{s.full_cache_to_weights:.2f}x", f"{int8 / full:.0%}"
-        grid.add_row(f"{s.context:,}", str(s.batch), f"{full:,.2f}", shares[0], f"{int8:,.2f}", shares[1])
-    return grid
+        found.add_row(f"{s.context:,}", str(s.batch), f"{full:,.2f}", shares[0], f"{int8:,.2f}", shares[1])
+    return found
 
 
 def _rows(report: PlanReport) -> Table:
     labels = ["context", "batch", "draft", "gamma", "accepted\n(of drafted)", "step ms", "target ms", "ms/token", "tokens/s", "speed-up"]
-    grid = _grid(*labels, "prefill s", "GB", "rows", "longest", "", left=("draft", ""))
+    found = grid(*labels, "prefill s", "GB", "rows", "longest", "", left=("draft", ""), wraps=("draft", ""))
     for row in best_gammas(report):
         name = f"{row.context:,}", str(row.batch), row.draft if row.draft != NONE else f"{NONE} ({row.cache})"
         if row.ms_per_token is None:  # which the notes say
@@ -76,8 +133,8 @@ def _rows(report: PlanReport) -> Table:
         figures = [str(row.gamma or "-"), accepted, step, f"{row.target_ms:,.2f}"]
         figures += [f"{row.ms_per_token:,.2f}", f"{row.tokens_per_second:,.0f}"]
         room = [f"{row.prefill_s:,.2f}", f"{row.memory.total / 1e9:,.1f}", f"{row.max_rows:,}", f"{row.longest_context:,}"]
-        grid.add_row(*name, *figures, speedup, *room, "" if row.status == Status.PLANNED else row.status)
-    return grid
+        found.add_row(*name, *figures, speedup, *room, "" if row.status == Status.PLANNED else row.status)
+    return found
 
 
 def _best(report: PlanReport) -> Text:
@@ -117,48 +174,3 @@ def best_gammas(report: PlanReport) -> list[PlannedRow]:
         if key not in found or rank(row) < rank(found[key]):
             found[key] = row
     return list(found.values())
-
-
-def plot(report: PlanReport, path: Path) -> None:
-    """Three panels against context: the speed-up of each draft, the caches against the weights, and arithmetic intensity against the ridge.
-
-    Raises InputError if the file cannot be written.
-    """
-    from matplotlib.figure import Figure
-
-    contexts = sorted({sizes.context for sizes in report.sizes})
-    batches = sorted({sizes.batch for sizes in report.sizes})
-
-    def several(batch):
-        return f", batch {batch}" if len(batches) > 1 else ""
-
-    figure = Figure(figsize=(15, 4.5), layout="constrained")
-    speed, memory, intensity = figure.subplots(1, 3)
-    lines = defaultdict(list)
-    for row in best_gammas(report):
-        if row.compared and row.draft != NONE:
-            lines[row.draft + several(row.batch)].append((row.context, row.speedup))
-    for label, points in lines.items():
-        speed.plot(*zip(*sorted(points)), marker="o", label=label)
-    speed.axhline(1, color="gray", linewidth=0.8)
-    speed.set(ylabel="speed-up over the best without a draft", title="Speed-up, where it fits", ylim=(0, None))
-    for number, batch in enumerate(batches):
-        found = [sizes for sizes in report.sizes if sizes.batch == batch]
-        for kind, style in ("full", "-"), ("int8", "--"):
-            ratios = [getattr(sizes, f"{kind}_cache_bytes") / report.weight_bytes for sizes in found]
-            memory.plot([sizes.context for sizes in found], ratios, style, marker="o", color=f"C{number}", label=kind + several(batch))
-        steps = [step for step in report.intensity if step.batch == batch]
-        for part, style in ("linear", "--"), ("attention", ":"), ("aggregate", "-"):
-            values = [getattr(step, f"decode_{part}") for step in steps]
-            intensity.plot([step.context for step in steps], values, style, marker="o", color=f"C{number}", label=part + several(batch))
-    memory.axhline(1, color="gray", linewidth=0.8)
-    memory.set(ylabel="cache / weights", title="KV cache against weights", yscale="log")
-    intensity.axhline(report.ridge, color="gray", linewidth=0.8, label="ridge")
-    intensity.set(ylabel="FLOPs per byte", title="Intensity of decoding", yscale="log")
-    for axes, place in (speed, "lower left"), (memory, "upper left"), (intensity, "best"):
-        plots.context_axis(axes, contexts)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8, loc=place)
-    kind = "ESTIMATE" if report.estimated else "planned"
-    figure.suptitle(f"{report.model} on {report.device.name}, {kind}; acceptance assumed or given", fontsize=11)
-    plots.save(figure, path)
