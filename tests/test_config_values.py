@@ -63,7 +63,7 @@ def test_what_is_taken(name, given, kept):
         ({"temperature": True}, "temperature should be a number, not True"),
         ({"top_p": [0.9]}, "top_p should be a number, not [0.9]"),
         ({"draft_cost": "low"}, "draft_cost should be a number, not 'low'"),
-        ({"ignore_eos": 1}, "ignore_eos should be True or False, not 1"),
+        ({"ignore_eos": 1}, "ignore_eos should be true or false, not 1"),
         ({"draft": 3}, "draft should be a text or a draft, not 3"),
         ({"cache": ("int8",)}, "cache should be a text, not ('int8',)"),
         ({"stop": 3}, "stop should be a text or a list of them"),

@@ -97,7 +97,7 @@ def test_prompts_and_logprobs(model, chat_tokenizer):
         (dict(top_logprobs=2), "top_logprobs is for /v1/chat/completions"),
         (dict(stop_token_ids=[[3]]), "stop_token_ids should be a list of token ids, each of which stops by itself"),
         (dict(stop_token_ids=3), "stop_token_ids should be a list of token ids"),
-        (dict(temperature=-1), "temperature -1.0 should be from 0"),
+        (dict(temperature=-1), "temperature -1 should be from 0"),
     ],
 )
 def test_what_is_refused(change, words, model, chat_tokenizer):

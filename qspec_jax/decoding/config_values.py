@@ -26,13 +26,17 @@ def number(name: str, value: Any) -> float:
         value = value.item()
     if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):
         raise InputError(f"{name} should be a number, not {value!r:.60}")
-    return value if isinstance(value, int | float) else float(value)
+    try:
+        as_float = float(value)
+    except OverflowError:  # of an int
+        raise InputError(f"{name} is too large a number") from None
+    return value if isinstance(value, int) else as_float
 
 
 def flag(name: str, value: Any) -> bool:
     """True or False. Raises InputError for any other value."""
     if not isinstance(value, bool | np.bool_):
-        raise InputError(f"{name} should be True or False, not {value!r:.60}")
+        raise InputError(f"{name} should be true or false, not {value!r:.60}")
     return bool(value)
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 
+from qspec_jax.decoding import config_values as values
 from qspec_jax.decoding.chat import chat_tokens, hint_at_chat
-from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.config import READERS, GenerationConfig
 from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.openai_lines import KEYS as OPENAI_KEYS
 from qspec_jax.decoding.openai_lines import Call, as_own, in_openai_names, is_openai
@@ -26,37 +27,13 @@ log = logging.getLogger(__name__)
 PROMPTS = ("prompt", "token_ids", "messages")
 
 
-def _whole(name: str, value: Any) -> int:
-    if not is_whole(value):
-        raise InputError(f"{name} should be a whole number, not {value!r:.40}")
-    return int(value)
-
-
 def is_whole(value: Any) -> bool:
     """Whether a value is a whole number; 16.0 is one, as data frames write a column of whole numbers in which some are missing."""
     return type(value) is int or (type(value) is float and value.is_integer())
 
 
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InputError(f"{name} should be a number, not {value!r}")
-    try:
-        return float(value)
-    except OverflowError:
-        raise InputError(f"{name} is too large a number") from None
-
-
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise InputError(f"{name} should be true or false, not {value!r}")
-    return value
-
-
-def _strings(name: str, value: Any) -> tuple[str, ...]:
-    value = [value] if isinstance(value, str) else value
-    if not isinstance(value, list) or not all(isinstance(string, str) for string in value):
-        raise InputError(f"{name} should be a string or a list of them")
-    return tuple(value)
+def _whole(name: str, value: Any) -> int:
+    return values.whole(name, int(value) if is_whole(value) else value)
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
@@ -75,28 +52,21 @@ def _biases(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, dict) or not all(token.isdecimal() and len(token) < 11 for token in value):
         raise InputError(f"{name} should be an object with a number for each token id")
     # Tables whose rows have different tokens give each row all of them, most with null.
-    return {int(token): _number(name, bias) for token, bias in value.items() if bias is not None}
+    return {int(token): values.number(name, bias) for token, bias in value.items() if bias is not None}
 
 
 def _top_k(name: str, value: Any) -> int:
     return 0 if value == -1 else _whole(name, value)  # -1 is off elsewhere
 
 
-# What a line may say of `GenerationConfig`, and how it is read.
-SETTINGS = {
-    "max_new_tokens": _whole,
-    "temperature": _number,
+# The settings of `GenerationConfig` that a line may give. JSON has its own forms of ids and whole numbers; the config reads the others.
+SETTINGS: dict[str, values.Reader] = {
+    **dict.fromkeys(("max_new_tokens", "min_new_tokens", "top_logprobs"), _whole),
+    **{name: READERS[name] for name in ("temperature", "top_p", "min_p", "repetition_penalty", "stop", "output_logprobs")},
     "top_k": _top_k,
-    "top_p": _number,
-    "min_p": _number,
-    "repetition_penalty": _number,
-    "min_new_tokens": _whole,
     "logit_bias": _biases,
     "banned_token_ids": _ids,
-    "stop": _strings,
     "stop_token_ids": _sequences,
-    "output_logprobs": _flag,
-    "top_logprobs": _whole,
 }
 KEYS = (*PROMPTS, *SETTINGS, "seed", "id")
 # The keys of the output, which columns that are passed through cannot have.
@@ -144,9 +114,11 @@ class Columns:
             raise InputError(f"column {repeated[0]!r} cannot be passed through: the output has a key of that name itself")
 
 
-def read_lines(content: bytes, *args: Any, **kwargs: Any) -> list[Line]:
-    """Every line of a file's content but blank ones at its end. args, kwargs: of the `LineReader`."""
-    reader = LineReader(*args, **kwargs)
+def read_lines(
+    content: bytes, model: Llama, tokenizer: Any, config: GenerationConfig, seed: int, columns: Columns = Columns()
+) -> list[Line]:
+    """Every line of a file's content but blank ones at its end. The other parameters are those of `LineReader`."""
+    reader = LineReader(model, tokenizer, config, seed, columns)
     lines = [reader.read(number, raw) for number, raw in enumerate(content.rstrip().splitlines(), start=1)]
     if absent := [name for name in reader.columns.passed if lines and name not in reader.seen]:
         log.warning("no line has the key %r, which should be passed through", absent[0])
