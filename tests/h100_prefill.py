@@ -34,7 +34,7 @@ def main() -> None:
     angles = (array(1, TOKENS, HEAD_DIM // 2, dtype=jnp.float32),) * 2
 
     def through_layer(queries: int) -> Callable:
-        return lambda x, block, angles, n: through_layers([block], angles, x, n, empty(), nope=(), queries=queries)
+        return lambda x, block, angles, n: through_layers([block], angles, x, n, empty(), nope=(), num_queries=queries)
 
     def fill(n, keys, values):
         return empty().fill(0, jnp.swapaxes(keys, 1, 2), jnp.swapaxes(values, 1, 2), n)

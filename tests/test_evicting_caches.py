@@ -100,7 +100,7 @@ def predicted(model, prompt: list[int], cache: str) -> tuple[list[int], list[flo
     tokens, n = padded([prompt])
     S = tokens.shape[1]
     whole = CacheConfig("full").empty(model.config, batch=1, capacity=S, num_speculative_tokens=0, dtype=model.dtype)
-    logits, whole, queries = jax.jit(prefill, static_argnames="queries")(model, tokens, n, whole, queries=S)
+    logits, whole, queries = jax.jit(prefill, static_argnames="num_queries")(model, tokens, n, whole, num_queries=S)
     layers = []
     for layer, q in zip(whole.layers, queries):
         keys, values = (np.asarray(x)[0, :, : len(prompt)] for x in (layer.keys, layer.values))

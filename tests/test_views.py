@@ -11,8 +11,8 @@ from problems.attention import Case, random_problem
 from runs import random_model
 
 from pallas_kernels.attention import decode_attention, reference
-from pallas_kernels.formats.kv_cache import Lengths, dequantize_groups
-from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE, ChosenTokens, DenseView, HeldKeys, LargestMass, ListedGroups
+from pallas_kernels.formats.kv_cache import HeldKeys, Lengths, dequantize_groups
+from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE, ChosenTokens, DenseView, LargestMass, ListedGroups
 from pallas_kernels.rope_append import split_and_rotate
 from qspec_jax import demo, load
 from qspec_jax.caches.prefill import prefill

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, dequantize_groups
+from pallas_kernels.formats.kv_cache import FullLayer, HeldKeys, HierarchicalLayer, Lengths, dequantize_groups
 from pallas_kernels.formats.rounding import accumulation_dtype
 from pallas_kernels.formats.token_codes import FullTokens, Layer, TokenCodesLayer
-from pallas_kernels.formats.views import BOTH_PLANES, ChosenTokens, DenseView, HeldKeys, ListedGroups, View
+from pallas_kernels.formats.views import BOTH_PLANES, ChosenTokens, DenseView, ListedGroups, View
 
 CHUNK_TOKENS = 1024
 # A full-precision cache is read without a copy where the logits of all its tokens are not more than this.

@@ -148,6 +148,19 @@ class HierarchicalLayer:
         return jnp.where(due & (group < self.groups), page, self.keys.upper.shape[0]), jnp.zeros_like(group)
 
 
+@pytree()
+class HeldKeys:
+    """The keys of those tokens that a draft holds in a cache of its own, as they were taken from the target's cache: for measurements of
+    such a draft.
+
+    Attributes:
+        keys: the first count[b] rows are held, in any order, without those of the current round.
+    """
+
+    keys: Float[Array, "B K S H"]
+    count: Int[Array, "B"]
+
+
 def rows_from(x: Float[Array, "B K S H"], start: Int[Array, "B"], rows: int) -> Float[Array, "B K rows H"]:
     """`rows` rows of each batch row from start[b] on; zeros beyond the end."""
     padded = jnp.pad(x, ((0, 0), (0, 0), (0, rows), (0, 0)))

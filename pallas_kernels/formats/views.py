@@ -7,7 +7,7 @@ Attributes of every `View`:
 
 from typing import ClassVar
 
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from pallas_kernels.formats.pytree import pytree
 
@@ -73,20 +73,6 @@ class LargestMass:
 
     count: Int[Array, "B"]
     whole_groups: bool
-
-
-@pytree()
-class HeldKeys:
-    """The keys of those tokens that a draft holds in a cache of its own, as they were taken from the target's cache.
-
-    No pass reads a cache through it: it is for measurements of such a draft.
-
-    Attributes:
-        keys: the first count[b] rows are held, in any order, without those of the current round.
-    """
-
-    keys: Float[Array, "B K S H"]
-    count: Int[Array, "B"]
 
 
 View = DenseView | ListedGroups | ChosenTokens | LargestMass

@@ -17,21 +17,21 @@ def gather_tokens(
 
 
 def gather_positions(
-    store: Float[Array, "B K S *rest"], rows: Int[Array, "#R #K T"], batch_rows: Int[Array, "R"] | None = None
+    store: Float[Array, "B K S *rest"], positions: Int[Array, "#R #K T"], batch_rows: Int[Array, "R"] | None = None
 ) -> Float[Array, "R K T *rest"]:
     """A copy on the device of some positions of an array that may be in host memory, by XLA's gather.
 
     Args:
         store: the array.
-        rows: the positions, along axis 2.
+        positions: along axis 2.
         batch_rows: the rows of the batch to read; all by default.
     """
     B, K, S, *rest = store.shape
-    rows = jnp.clip(rows, 0, S - 1)
+    positions = jnp.clip(positions, 0, S - 1)
     if jax.typeof(store).memory_space != jax.memory.Space.Host:
-        return take(store, rows, batch_rows)
+        return take(store, positions, batch_rows)
     of_batch = jnp.arange(B) if batch_rows is None else batch_rows
-    places = of_batch[:, None, None], jnp.arange(K)[:, None], rows
+    places = of_batch[:, None, None], jnp.arange(K)[:, None], positions
     at = jnp.stack(jnp.broadcast_arrays(*(x.astype(jnp.int32) for x in places)), -1)
     # lax.gather directly, on indices that are made on the device, so that the computing of indices is not done in host memory.
     offsets = tuple(range(3, store.ndim))

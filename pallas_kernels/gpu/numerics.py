@@ -69,9 +69,9 @@ def largest_positive(pairs: Sequence[Value]) -> Value:
     return ptx.maximum((both << 16) & 0x7FFFFFFF, both & 0x7FFF0000)
 
 
-def nibble_masks(zero: Value) -> tuple[Value, Value]:
-    """The masks of `unpack`, made from a runtime zero, which the compiler cannot fold: it would load constants again at every use."""
-    return zero ^ 0x000F000F, zero ^ 0x00F000F0
+def nibble_masks(runtime_zero: Value) -> tuple[Value, Value]:
+    """The masks of `unpack`, made from a zero that the compiler does not know: it would load constants again at every use."""
+    return runtime_zero ^ 0x000F000F, runtime_zero ^ 0x00F000F0
 
 
 def unpack(upper: Value, lower: Value | None, masks: tuple[Value, Value]) -> tuple[tuple[Value, Value], tuple[Value, Value]]:
@@ -100,10 +100,10 @@ def unpack(upper: Value, lower: Value | None, masks: tuple[Value, Value]) -> tup
 NIBBLES_DIVISOR = 2.0**32  # of `nibbles_to_bf16`
 
 
-def nibble_factors(scale: Value, zero: Value) -> tuple[Value, Value, Value]:
+def nibble_factors(scale: Value, zero_point: Value) -> tuple[Value, Value, Value]:
     """What `nibbles_to_bf16` needs of a scale and a zero, each duplicated in both halves of a pair of bfloat16: two factors, for low and
     for high nibbles, and the zero. Scales must be below 2^26."""
-    return tuple(times_power(x, power) for x, power in ((scale, 133 - 32), (scale, 129 - 32), (zero, -32)))
+    return tuple(times_power(x, power) for x, power in ((scale, 133 - 32), (scale, 129 - 32), (zero_point, -32)))
 
 
 def nibbles_to_bf16(x: Value, factors: tuple[Value, Value, Value]) -> tuple[tuple[Value, Value], tuple[Value, Value]]:
@@ -112,10 +112,10 @@ def nibbles_to_bf16(x: Value, factors: tuple[Value, Value, Value]) -> tuple[tupl
     A nibble alone in a bfloat16 is a multiple of 2^-133, the smallest number (docs/kernels/formats.md). Returns two pairs for the low
     nibbles, from bytes (0, 2) and (1, 3), and then two for the high nibbles.
     """
-    low, high, zero = factors
+    low, high, zero_point = factors
 
     def take(x, mask, factor):
-        return fma_bf16(x & mask, factor, zero)
+        return fma_bf16(x & mask, factor, zero_point)
 
     both = x, x >> 8
     return tuple(tuple(take(x, mask, factor) for x in both) for mask, factor in ((0x000F000F, low), (0x00F000F0, high)))

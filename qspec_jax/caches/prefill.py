@@ -19,7 +19,7 @@ from qspec_jax.models.rope import unrotated
 
 
 def prefill(
-    model: Llama, tokens: Int[Array, "B S"], n: Int[Array, "B"], cache: Cache, *, queries: int = 0
+    model: Llama, tokens: Int[Array, "B S"], n: Int[Array, "B"], cache: Cache, *, num_queries: int = 0
 ) -> tuple[Float[Array, "B V"], Cache] | tuple[Float[Array, "B V"], Cache, tuple[Float[Array, "B Q N H"], ...]]:
     """Logits after the last token of each prompt, and the cache that holds the prompts.
 
@@ -28,13 +28,13 @@ def prefill(
         tokens: prompts of n[b] tokens, padded on the right to S, the bucket of the longest.
         n: tokens of each prompt.
         cache: an empty one.
-        queries: if it is not 0, also returns for each layer the queries after RoPE of this number of last tokens of each prompt, the last
-            one in the last row, and zeros before a prompt's first.
+        num_queries: if it is not 0, also returns for each layer the queries after RoPE of this number of last tokens of each prompt, the
+            last one in the last row, and zeros before a prompt's first.
     """
     x, angles = embedded(model, tokens, n)
-    x, layers, last_queries = through_layers(model.layers, angles, x, n, cache, nope=model.config.nope_layers, queries=queries)
+    x, layers, last_queries = through_layers(model.layers, angles, x, n, cache, nope=model.config.nope_layers, num_queries=num_queries)
     out = last_logits(model, x, n), cache.filled(layers, n)
-    return (*out, last_queries) if queries else out
+    return (*out, last_queries) if num_queries else out
 
 
 def embedded(
@@ -53,7 +53,7 @@ def through_layers(
     cache: Cache,
     *,
     nope: Sequence[int],
-    queries: int,
+    num_queries: int,
 ) -> tuple[Float[Array, "B S D"], tuple[Any, ...], tuple[Float[Array, "B Q N H"], ...]]:
     """The hidden states after these layers; the layers of the cache, filled with the prompts; and the last queries of each layer, see
     `prefill`.
@@ -65,7 +65,7 @@ def through_layers(
         n: tokens of each prompt.
         cache: an empty cache of the same number of layers.
         nope: which of these layers are without RoPE.
-        queries: see `prefill`.
+        num_queries: see `prefill`.
     """
     layers, last_queries = [], []
     for i, block in enumerate(blocks):
@@ -74,7 +74,7 @@ def through_layers(
         # The attended values overwrite the queries, so this barrier makes XLA slice the last queries first. Without it XLA may slice later,
         # and copy all queries before; where it expects memory to be short it slices at the end of the program, and keeps the queries of
         # all layers until then (jax 0.11).
-        q, last = lax.optimization_barrier((q, _last(q, n, max(queries, cache_queries))))
+        q, last = lax.optimization_barrier((q, _last(q, n, max(num_queries, cache_queries))))
         attended = attend_prompt(q, k, v)
         x = replaced(block.after_attention, x, attended, parts=equal_parts(x.shape[1], CHUNK_TOKENS))
         # Without this barrier XLA would quantize before it attends where codes go to host memory, and hold what both need at once.
@@ -85,8 +85,8 @@ def through_layers(
         # This barrier makes XLA quantize this layer before it works on the next.
         x, layer = lax.optimization_barrier((x, cache.fill(i, *fill_args)))
         layers.append(layer)
-        if queries:
-            last_queries.append(last[:, last.shape[1] - queries :])
+        if num_queries:
+            last_queries.append(last[:, last.shape[1] - num_queries :])
     return x, tuple(layers), tuple(last_queries)
 
 

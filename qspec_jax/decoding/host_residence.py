@@ -70,7 +70,7 @@ def settled(prefill: Prefill, draft: Draft | None, batch: int) -> CacheConfig:
     found = cache
     if cache.streams:
         jax.block_until_ready((prefill.target, draft))  # or their memory may not be counted
-        shape = dict(batch=batch, capacity=sizes.capacity, num_speculative_tokens=sizes.num_speculative_tokens)
+        shape = dict(batch=batch, capacity=sizes.capacity, num_speculative_tokens=sizes.unaccepted_tokens)
         found = residence(cache, prefill.target.model, **shape, prompts=prompts, draft_bytes=draft_bytes).cache
     made = prefill.with_cache(found).shapes().cache
     host_bytes = bytes_of(made) - bytes_of(made, on_device=True)

@@ -49,13 +49,13 @@ class Sizes:
     logprobs: int | None
 
     @property
-    def num_speculative_tokens(self) -> int:
-        """Tokens beyond the accepted ones for which the cache has room."""
+    def unaccepted_tokens(self) -> int:
+        """The maximum number of tokens in the cache that are not accepted: the drafts of a round and the extra rows."""
         return self.gamma + self.extra_rows
 
     def empty_cache(self, model: Llama, batch: int) -> Cache:
         """A cache without tokens."""
-        sizes = dict(batch=batch, capacity=self.capacity, num_speculative_tokens=self.num_speculative_tokens, dtype=model.dtype)
+        sizes = dict(batch=batch, capacity=self.capacity, num_speculative_tokens=self.unaccepted_tokens, dtype=model.dtype)
         return self.cache.empty(model.config, **sizes)
 
 
@@ -73,7 +73,7 @@ def _prefilled(
     """The state after prompts."""
     empty = sizes.empty_cache(target.model, tokens.shape[0])
     with jax.named_scope("prefill"):
-        found = prefill(target.model, tokens, n, empty, queries=_queries_of(draft))
+        found = prefill(target.model, tokens, n, empty, num_queries=_num_queries(draft))
     return _started(draft, tokens, n, sampler, keys, limits, *found, sizes=sizes)
 
 
@@ -127,13 +127,13 @@ def _started(
     return start(cache, first, keys, limits, **new, draft=begin(draft, prompt), seen=seen, logprobs=of_first)
 
 
-def _queries_of(draft: Draft | None) -> int:
+def _num_queries(draft: Draft | None) -> int:
     return 0 if draft is None else draft.prompt_queries
 
 
 PREFILL = Compiled(_prefilled, static_argnames=("sizes",))
 BEGIN = Compiled(_begun, static_argnames=("sizes",))
-PART = Compiled(through_layers, static_argnames=("nope", "queries"), donate_argnames=("x", "cache"))
+PART = Compiled(through_layers, static_argnames=("nope", "num_queries"), donate_argnames=("x", "cache"))
 END = Compiled(_ended, static_argnames=("sizes",), donate_argnames=("cache",))
 
 
@@ -243,7 +243,7 @@ class Prefill:
         # Parts differ in the number of layers, in which of their caches are in host memory, and in which have no RoPE.
         variant = x.shape[:2], tuple(any(map(in_host, jax.tree.leaves(layer))) for layer in layers), nope
         args = blocks[part], angles, x, self.n, dataclasses.replace(cache, layers=layers)
-        return Call(PART, args, dict(nope=nope, queries=_queries_of(self.draft)), variant)
+        return Call(PART, args, dict(nope=nope, num_queries=_num_queries(self.draft)), variant)
 
     def _end(self, x: Array, cache: Cache, queries: tuple) -> Call:
         return Call(END, (self.target, *self._prompts, x, cache, queries), dict(sizes=self.sizes), self._variant)

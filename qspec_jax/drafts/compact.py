@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from pallas_kernels.formats.views import FULL_PRECISION, HeldKeys, View
+from pallas_kernels.formats.kv_cache import HeldKeys
+from pallas_kernels.formats.views import FULL_PRECISION, View
 from qspec_jax.caches.cache import AppendedCache, Cache, Gives, KeysValues
 from qspec_jax.caches.compact import KINDS, CompactCache
 from qspec_jax.drafts.draft import Prompt, Reads, RoundResult, State

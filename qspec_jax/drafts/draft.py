@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.formats.views import DenseView, HeldKeys, View
+from pallas_kernels.formats.kv_cache import HeldKeys
+from pallas_kernels.formats.views import DenseView, View
 from qspec_jax.caches.cache import AppendedCache, Cache, Gives
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.formats.views import HeldKeys, View
+from pallas_kernels.formats.kv_cache import HeldKeys
+from pallas_kernels.formats.views import View
 from qspec_jax.caches.cache import AppendedCache, Cache
 from qspec_jax.caches.compact import CompactCache
 from qspec_jax.drafts.chunks import FirstQueriesCache, chunk_scores

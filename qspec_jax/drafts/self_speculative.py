@@ -6,7 +6,8 @@ from typing import Self
 
 import jax
 
-from pallas_kernels.formats.views import HeldKeys, View
+from pallas_kernels.formats.kv_cache import HeldKeys
+from pallas_kernels.formats.views import View
 from qspec_jax.caches.cache import Cache
 from qspec_jax.drafts.draft import Draft, State, StepwiseDraft
 from qspec_jax.models.llama import Llama

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from pallas_kernels.formats.views import HeldKeys, View
+from pallas_kernels.formats.kv_cache import HeldKeys
+from pallas_kernels.formats.views import View
 from qspec_jax.caches.cache import AppendedCache, Cache
 from qspec_jax.caches.compact import CompactCache
 from qspec_jax.caches.ring import token_in_row

@@ -18,7 +18,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention.support import MAX_TOKENS
-from pallas_kernels.formats.views import HeldKeys, View
+from pallas_kernels.formats.kv_cache import HeldKeys
+from pallas_kernels.formats.views import View
 from qspec_jax.caches.cache import AppendedCache, Cache, Gives, longer
 from qspec_jax.drafts.draft import (
     Draft,

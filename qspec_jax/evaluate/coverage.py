@@ -6,7 +6,8 @@ import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels.attention.reference import covered
-from pallas_kernels.formats.views import HeldKeys, View
+from pallas_kernels.formats.kv_cache import HeldKeys
+from pallas_kernels.formats.views import View
 from qspec_jax.caches.cache import longer
 from qspec_jax.caches.hierarchical import HierarchicalCache
 from qspec_jax.caches.queried import QueriedCache
