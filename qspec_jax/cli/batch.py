@@ -20,12 +20,13 @@ from qspec_jax.cli.options import (
     DtypeOption,
     Json,
     ModelDirectory,
-    Seed,
+    SeedOfSampling,
     TensorParallel,
     devices_of,
     join_others,
     load,
     places_of,
+    used_seed,
     with_settings,
     written_by_first,
 )
@@ -107,7 +108,7 @@ def batch(
         list[str] | None,
         typer.Option(metavar="NAME,...", help="Copy these keys of a line to its OUTPUT, unchanged; may be given several times."),
     ] = None,
-    seed: Seed = 0,
+    seed: SeedOfSampling = None,
     dtype: DtypeOption = None,
     refill: Annotated[bool, typer.Option(help="Give a free slot to the next prompt at once, not when all are free.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUTPUT, and the journal of another run.")] = False,
@@ -125,7 +126,7 @@ def batch(
         raise InputError("--json prints its object on standard output, where the results would be; give OUTPUT a file, or leave --json out")
     if distributed:
         join_others("batch", config, seed, dtype, rows_at_once, refill, on_error, columns)
-    quiet = as_json or not processes.is_first()
+    quiet, seed = as_json or not processes.is_first(), used_seed(seed, config)
     if ray is None:
         on = devices_of(devices)
         if devices == ALL and not distributed and config.cache_config.in_host_memory:

@@ -54,7 +54,7 @@ Gammas = Annotated[
     typer.Option("--gamma", "--num-speculative-tokens", help="Most drafts of a round; may be given several times, to find the best."),
 ]
 Arch = Annotated[str | None, typer.Option(help=f"A known shape, with random weights: {', '.join(ARCHITECTURES)}.")]
-Model = Annotated[Path | None, typer.Option(help="A checkpoint directory, instead of --arch.")]
+Model = Annotated[str | None, typer.Option(metavar="DIR", help="A checkpoint directory, instead of --arch.")]
 Texts = Annotated[
     list[Path] | None,
     typer.Option(help="A text that prompts are cut from; may be given several times: the demo's held-out files, if not given."),
@@ -173,7 +173,7 @@ def bench_decode(
             dtype, source = loading.stored_dtype(shape), ARCHITECTURES[arch] if arch else model
             each = tqdm(contexts, desc="transformers", unit="context", leave=False, disable=True if as_json else None)
             beside = [transformers_decode.measure(source, context, dtype=dtype, seed=seed) for context in each]
-        name, place = arch or str(model), place_of(devices, distributed=False)
+        name, place = arch or model, place_of(devices, distributed=False)
         if arch is not None or random_weights:
             network = random_model(shape, seed=seed, mesh=place)
         else:
@@ -258,7 +258,7 @@ def bench_batch(
         with_draft = dataclasses.replace(config, draft=made)
         requests = batch.make_requests(sources, prompts, lengths, new, with_draft, seed=seed)
         return batch.run(
-            arch or str(model),
+            arch or model,
             network,
             requests,
             batch_size=batch_size,
@@ -274,7 +274,9 @@ def bench_batch(
 @benchmarks.command("drafts")
 def bench_drafts(
     arch: Arch = None,
-    model: Annotated[Path | None, typer.Option(help="A checkpoint directory, instead of --arch: the embedded model, if neither.")] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="DIR", help="A checkpoint directory, instead of --arch: the embedded model, if neither.")
+    ] = None,
     draft: drafts_of(f"A draft beside none; may be given several times: {', '.join(COMPARED)}, if not given.") = None,
     cache: Annotated[
         str | None,
@@ -300,7 +302,7 @@ def bench_drafts(
     drafts = list(dict.fromkeys(draft or COMPARED))
     for text in drafts:  # what is wrong with one is found before any is measured
         GenerationConfig(draft=text, cache=cache, num_speculative_tokens=num_speculative_tokens)
-    shape = architecture(arch) if arch else huggingface.load_config(model or demo.MODEL)
+    shape = architecture(arch) if arch else huggingface.load_config(demo.MODEL if model is None else model)
     check_positions("model", shape.max_length, "--context", context, max_new_tokens)
 
     def measure() -> reports.Report:
@@ -313,12 +315,12 @@ def bench_drafts(
             words = np.random.default_rng(seed).integers(0, shape.vocab_size, context).tolist()
             log.warning("random weights: their acceptance means nothing")
         else:
-            network, tokenizer = load(model or demo.MODEL, dtype, quiet=as_json)
+            network, tokenizer = load(demo.MODEL if model is None else model, dtype, quiet=as_json)
             words = token_stream(tokenizer, map(read_text, file or corpus.held_out_files()))[:context]
             if len(words) < context:
                 raise InputError(f"--context {context}: the text has {len(words)} tokens")
         return drafts_bench.run(
-            arch or str(model or "the embedded model"),
+            arch or ("the embedded model" if model is None else model),
             network,
             int4_of(network, random=arch is not None),
             words,
@@ -335,7 +337,7 @@ def bench_drafts(
 
 @benchmarks.command("end-to-end")
 def bench_end_to_end(
-    model: Annotated[Path, typer.Option(help="Checkpoint directory in Hugging Face format.")],
+    model: Annotated[str, typer.Option(metavar="DIR", help="Checkpoint directory in Hugging Face format.")],
     file: Texts = None,
     context: Annotated[
         list[int] | None, typer.Option(min=1, help="Tokens of the prompts; may be given several times: 8k, 16k, 32k and 64k, if not given.")
@@ -365,7 +367,7 @@ def bench_end_to_end(
     def measure() -> reports.Report:
         network, tokenizer = load(model, None, quiet=as_json)
         return end_to_end.run(
-            str(model),
+            model,
             network,
             token_stream(tokenizer, map(read_text, file or corpus.held_out_files())),
             list(dict.fromkeys(context or [8192, 16384, 32768, 65536])),

@@ -1,7 +1,6 @@
 """The command `qspec doctor`."""
 
 import dataclasses
-from pathlib import Path
 from typing import Annotated, Any
 
 import jax
@@ -33,7 +32,7 @@ IMPLEMENTATIONS = {
 
 def doctor(
     model: Annotated[
-        Path | None, typer.Option(help="Checkpoint directory, or ORG/NAME on the Hub: the embedded model, if not given.")
+        str | None, typer.Option(metavar="DIR", help="Checkpoint directory, or ORG/NAME on the Hub: the embedded model, if not given.")
     ] = None,
     arch: Annotated[str | None, typer.Option(help="A known shape instead of a checkpoint, see `qspec plan`.")] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens of the prompt that should fit.")] = 4096,
@@ -50,7 +49,8 @@ def doctor(
     diagnosis.check_backend()
     if arch is not None and model is not None:
         raise InputError("--arch and --model exclude each other; give one of them")
-    config = architecture(arch) if arch else config_and_dtype(model or demo.MODEL)[0]
+    model = demo.MODEL if model is None else model
+    config = architecture(arch) if arch else config_and_dtype(model)[0]
     room = config.max_length - context
     if room < (max_new_tokens or 1):
         asked = f"--context {context}" + (f" and --max-new-tokens {max_new_tokens}" if max_new_tokens else " and a new token")
@@ -60,7 +60,7 @@ def doctor(
     fit = None if room is None else out_of_memory.fit(config, settings, context, room=room)
     if fit and fit.short:
         found.append(out_of_memory.does_not_fit(config, settings, context, rows=1))
-    if not arch and (unread := tokenizer_problem(model or demo.MODEL)):
+    if not arch and (unread := tokenizer_problem(model)):
         found.append(unread)
     chosen = diagnosis.kernels(config, settings, context)
     report = {
@@ -68,7 +68,7 @@ def doctor(
         "driver": diagnosis.driver_version(),
         "devices": [{"kind": device.device_kind, "platform": device.platform} for device in jax.local_devices()],
         "memory_bytes": room,
-        "model": arch or str(model or demo.MODEL),
+        "model": arch or str(model),
         "context": context,
         "fits": None if fit is None else dataclasses.asdict(fit) | {"short": fit.short},
         "kernels": [dataclasses.asdict(choice) for choice in chosen],

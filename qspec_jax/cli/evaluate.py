@@ -69,13 +69,18 @@ ComparedCaches = Annotated[
 BatchSize = Annotated[int, typer.Option(min=1, help="Prompts at a time.")]
 
 
-def _model(model: Path | None, dtype: str | None, *, quiet: bool, caches: Sequence[CacheConfig] = ()) -> tuple[Llama, Any]:
+def _model(model: str | None, dtype: str | None, *, quiet: bool, caches: Sequence[CacheConfig] = ()) -> tuple[Llama, Any]:
     """The model and its tokenizer: those of a checkpoint, or the embedded ones. For `caches` see `load`."""
-    return load(model or demo.MODEL, dtype or (None if model else demo.dtype()), quiet=quiet, caches=caches)
+    return load(*_with_embedded(model, dtype), quiet=quiet, caches=caches)
 
 
-def _name(model: Path | None) -> str:
-    return str(model or "the embedded model")
+def _with_embedded(model: str | None, dtype: str | None) -> tuple[str | Path, str | None]:
+    """The checkpoint and the dtype to load it as; without a checkpoint those of the embedded model."""
+    return (model, dtype) if model is not None else (demo.MODEL, dtype or demo.dtype())
+
+
+def _name(model: str | None) -> str:
+    return "the embedded model" if model is None else model
 
 
 def _contents(files: Sequence[Path] | None) -> list[tuple[str, str]]:
@@ -356,8 +361,9 @@ def harness_command(
     chosen = dict(num_fewshot=num_fewshot, limit=limit, apply_chat_template=apply_chat_template, system_instruction=system_instruction)
 
     def measure() -> harness_report.HarnessReport:
-        directory = hub.local(model or demo.MODEL, progress=progress)
-        network, tokenizer = load(directory, dtype or (None if model else demo.dtype()), quiet=as_json, caches=caches)
+        checkpoint, dtype_of_model = _with_embedded(model, dtype)
+        directory = hub.local(checkpoint, progress=progress)
+        network, tokenizer = load(directory, dtype_of_model, quiet=as_json, caches=caches)
         lm = harness.QspecLM(directory, **settings, progress=progress, model=network, tokenizer=tokenizer)
         return harness_report.run(lm, tasks, include_path=include_path or [], metadata=given, **chosen)
 

@@ -24,12 +24,13 @@ from qspec_jax.cli.options import (
     Json,
     ModelDirectory,
     Output,
-    Seed,
+    SeedOfSampling,
     SensitiveLayers,
     join_others,
     load,
     megabytes,
     place_of,
+    used_seed,
     with_sensitive_layers,
     with_settings,
     written_by_first,
@@ -45,7 +46,7 @@ from qspec_jax.decoding.prepare import Prepared, prepare
 from qspec_jax.decoding.requests import checked_prompts
 from qspec_jax.drafts.registry import AUTO, NONE, USUAL
 from qspec_jax.errors import InputError, writing
-from qspec_jax.files import STANDARD, output_to, read_text, read_texts, to_json
+from qspec_jax.files import STANDARD, name_of, output_to, read_text, read_texts, to_json
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ def generate_command(
         bool, typer.Option("--chat", help="Take each prompt as a user's message, through the checkpoint's chat template.")
     ] = False,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="With --chat, the system message before each prompt.")] = None,
-    seed: Seed = 0,
+    seed: SeedOfSampling = None,
     dtype: DtypeOption = None,
     devices: DevicesOfModel = None,
     distributed: Distributed = False,
@@ -100,7 +101,8 @@ def generate_command(
         raise InputError(f"--distributed {why} out")
     if distributed:
         join_others("generate", config, seed, dtype, stream, as_json, chat, system)
-    prompts = processes.from_first(lambda: _prompts(prompt or [], prompt_file or []))
+    named = processes.from_first(lambda: _prompts(prompt or [], prompt_file or []))
+    names, prompts = [name for name, _ in named], [text for _, text in named]
     if not prompts:
         raise InputError("a prompt is needed: --prompt TEXT, --prompt-file FILE, or standard input")
     if stream and len(prompts) > 1:
@@ -116,8 +118,10 @@ def generate_command(
         hints = () if chat else (hint_at_chat(tokenizer, prompt, "--chat takes it as a user's message") for prompt in prompts)
         if hint := next(filter(None, hints), None):
             log.warning("%s", hint)
-        tokens = checked_prompts(network, _messages(prompts, system, tokenizer) if chat else prompts, config, tokenizer)
-        settings = dict(config=config, key=key_of(seed), tokenizer=tokenizer, calibrate=calibrate, progress=False if quiet else None)
+        tokens = checked_prompts(network, _messages(prompts, system, tokenizer) if chat else prompts, config, tokenizer, names)
+        settings = dict(
+            config=config, key=key_of(used_seed(seed, config)), tokenizer=tokenizer, calibrate=calibrate, progress=False if quiet else None
+        )
         memory = explained_memory(network, config, max(map(len, tokens)), rows=len(tokens))
         with memory, contextlib.ExitStack() as traced:
             processes.all_or_none(lambda: traced.enter_context(profiled(profile if processes.is_first() else None)))
@@ -135,14 +139,15 @@ def generate_command(
         Console(stderr=True).print(stats_table({ran: out}))
 
 
-def _prompts(given: list[str], files: list[Path]) -> list[str]:
-    """The prompts that are given, those in files, or what comes through a pipe."""
-    prompts = [*given, *read_texts("--prompt-file", files)]
+def _prompts(given: list[str], files: list[Path]) -> list[tuple[str, str]]:
+    """The prompts that are given, those in files, or what comes through a pipe: what messages call each, and its text."""
+    prompts = [(f"prompt {i}", text) for i, text in enumerate(given)]
+    prompts += zip(map(name_of, files), read_texts("--prompt-file", files))
     if not prompts and sys.stdin is not None and not sys.stdin.isatty():  # piped; nothing comes where there is nothing to read
         waits = threading.Timer(PATIENCE_S, lambda: print("qspec: reads a prompt from standard input, to its end", file=sys.stderr))
         waits.start()
         try:
-            prompts = list(filter(None, [read_text(STANDARD)]))
+            prompts = [(name_of(STANDARD), text)] if (text := read_text(STANDARD)) else []
         finally:
             waits.cancel()
     return prompts

@@ -1,7 +1,6 @@
 """The command `qspec info`."""
 
 import dataclasses
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,7 +14,7 @@ from qspec_jax.files import to_json
 
 
 def info(
-    directory: Annotated[Path, typer.Argument(help="Checkpoint directory, in Hugging Face format or converted; or ORG/NAME on the Hub.")],
+    directory: Annotated[str, typer.Argument(help="Checkpoint directory, in Hugging Face format or converted; or ORG/NAME on the Hub.")],
     context: Annotated[int | None, typer.Option(help="Tokens to size the cache for: the model's longest sequence, if not given.")] = None,
     group_size: GroupSize = None,
     as_json: Json = False,

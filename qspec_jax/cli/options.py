@@ -131,12 +131,17 @@ DraftOption = Annotated[
         "--draft",
         metavar="NAME[:SETTING=VALUE,...]",
         help=f"What proposes tokens for the target to verify: {', '.join(DRAFTS)}, or {NONE} for one token at a time; for example "
-        f"sparse:budget=0.03. {AUTO}, for what pays by stored costs, if not given.",
+        f"sparse:budget=0.03, which reads 3 % of the cache (a budget of 3 is 3 tokens). {AUTO}, for what pays by stored costs, if not "
+        "given.",
     ),
 ]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="The seed of the random draws.")]
+SeedOfSampling = Annotated[
+    int | None, typer.Option("--seed", min=0, max=2**32 - 1, help="The seed of the random draws. Default: 0, and a message says so.")
+]
+# Checkpoints are texts, so that messages show them as they are given: a Path of ./x shows x.
 ModelDirectory = Annotated[
-    Path, typer.Option("--model", help="Checkpoint directory, in Hugging Face format or converted; or ORG/NAME on the Hub.")
+    str, typer.Option("--model", metavar="DIR", help="Checkpoint directory, in Hugging Face format or converted; or ORG/NAME on the Hub.")
 ]
 DtypeOption = Annotated[Dtype | None, typer.Option("--dtype", help="As stored, if not given. float64 is for exactness checks on a CPU.")]
 Devices = Annotated[
@@ -170,7 +175,9 @@ Calibrate = Annotated[
 SensitiveLayers = Annotated[
     int, typer.Option(min=0, help="The number of first and of last layers that draft with the target's weights and all of its cache.")
 ]
-EvaluatedModel = Annotated[Path | None, typer.Option("--model", help="Checkpoint directory: the embedded model, if not given.")]
+EvaluatedModel = Annotated[
+    str | None, typer.Option("--model", metavar="DIR", help="Checkpoint directory: the embedded model, if not given.")
+]
 Output = Annotated[Path | None, typer.Option(help="Write the result to this file instead.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Plot = Annotated[Path | None, typer.Option(help="Draw the results to this file (.png, .pdf or .svg).")]
@@ -307,7 +314,7 @@ def with_settings(command: Callable) -> Callable:
     return with_options
 
 
-def _of_checkpoint(model: Path, said: dict[str, float]) -> dict[str, float]:
+def _of_checkpoint(model: str, said: dict[str, float]) -> dict[str, float]:
     """The sampling settings of a checkpoint, of which some are given as options. One line says what is taken from where."""
     stored = stored_defaults(model)
     sampled = {"do_sample": said["temperature"] > 0} if "temperature" in said else {}
@@ -328,7 +335,7 @@ def _hint_at_sampling(directory: Path) -> None:
 
 
 def load(
-    directory: Path,
+    directory: str | Path,
     dtype: str | None,
     *,
     quiet: bool,
@@ -359,6 +366,13 @@ def load(
         cache.check(loading.config_and_dtype(directory)[0])
     network = loading.load_model(directory, dtype=dtype and str(dtype), mesh=mesh, progress=progress)
     return network, load_tokenizer(directory)
+
+
+def used_seed(seed: int | None, config: GenerationConfig) -> int:
+    """The seed that is given, or 0, which one line says where tokens are sampled."""
+    if seed is None and config.temperature:
+        log.warning("tokens are sampled with --seed 0; another seed gives another text")
+    return seed or 0
 
 
 def number_list(option: str, text: str, kind: type[int] | type[float], *, repeated: bool = False) -> list:

@@ -1,6 +1,5 @@
 """The command `qspec plan`."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,7 +20,9 @@ CONTEXTS = (4096, 32768, 131072)
 
 def plan(
     arch: Annotated[str | None, typer.Option(help=f"A known shape, with 2^20 positions: {', '.join(ARCHITECTURES)}.")] = None,
-    model: Annotated[Path | None, typer.Option(help="A checkpoint directory, instead of --arch; its config.json alone is read.")] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="DIR", help="A checkpoint directory, instead of --arch; its config.json alone is read.")
+    ] = None,
     device: Annotated[
         str, typer.Option(metavar="NAME|FILE", help=f"One of {', '.join(DEVICES)}, or a JSON file that describes one.")
     ] = "h100",
@@ -91,7 +92,7 @@ def plan(
 
     def measure() -> reports.Report:
         return planning.plan(
-            arch or str(model),
+            arch or model,
             config,
             found,
             contexts,

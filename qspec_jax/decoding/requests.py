@@ -81,12 +81,18 @@ def checked_prompt(model: Llama, prompt: Any, config: GenerationConfig, tokenize
     return row
 
 
-def checked_prompts(model: Llama, prompts: Iterable[Any], config: GenerationConfig, tokenizer: Any = None) -> list[list[int]]:
-    """Returns the token ids of prompts with the same settings. Raises InputError as `checked_prompt` and `check_settings` do."""
+def checked_prompts(
+    model: Llama, prompts: Iterable[Any], config: GenerationConfig, tokenizer: Any = None, names: Sequence[str] | None = None
+) -> list[list[int]]:
+    """Returns the token ids of prompts with the same settings. names: what error messages call each; None: "prompt 0" and so on.
+
+    Raises InputError as `checked_prompt` and `check_settings` do.
+    """
     if isinstance(prompts, str) or not isinstance(prompts, Iterable) or not (prompts := list(prompts)):
         raise InputError("prompts should be a list with at least one prompt")
     check_settings(model, config, tokenizer)
-    return [checked_prompt(model, prompt, config, tokenizer, name=f"prompt {i}") for i, prompt in enumerate(prompts)]
+    names = names or [f"prompt {i}" for i in range(len(prompts))]
+    return [checked_prompt(model, prompt, config, tokenizer, name=name) for name, prompt in zip(names, prompts, strict=True)]
 
 
 def with_tokenizer(config: GenerationConfig, model: Llama, tokenizer: Any) -> GenerationConfig:

@@ -33,7 +33,9 @@ class ChunkMeansSettings(SelfSpeculativeSettings):
 
     needs: ClassVar[frozenset[Gives]] = frozenset({Gives.GROUPS})
 
-    budget: float = setting(4096, "How much of the quantized tokens a step reads: a share of at most 1, or a number of tokens.")
+    budget: float = setting(
+        4096, "How much of the quantized tokens a step reads: a share of at most 1 (0.06 is 6 %), or a number of tokens (6 is 6 tokens)."
+    )
     chunk: int = setting(8, "How many tokens a chunk has; it divides the cache's groups.", minimum=1)
     rebuild: int = setting(64, "After how many tokens the choice is made again; 0 is never.", minimum=0)
     dense_layers: int = setting(2, "How many of the first layers read everything.")

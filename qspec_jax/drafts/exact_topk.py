@@ -28,7 +28,9 @@ class ExactTopKSettings(SelfSpeculativeSettings):
 
     needs: ClassVar[frozenset[Gives]] = frozenset({Gives.GROUPS})
 
-    budget: float = setting(0.06, "How much of the quantized tokens a step reads: a share of at most 1, or a number of tokens.")
+    budget: float = setting(
+        0.06, "How much of the quantized tokens a step reads: a share of at most 1 (0.06 is 6 %), or a number of tokens (6 is 6 tokens)."
+    )
     unit: str = setting("group", "What a step chooses.", choices=("group", "token"))
     dense_layers: int = setting(0, "How many of the first layers read everything.")
 

@@ -37,7 +37,9 @@ ROLLING = 0.8  # how much of the acceptance of earlier rounds stays in its rolli
 class RetrievalSettings(CompactSettings):
     """The budget is of chosen chunks and recent tokens together. `generated` makes a difference only where it is less than `rebuild`."""
 
-    budget: float = setting(4096, "How much of the text a row's draft reads: a share of its prompt, or a number of tokens.")
+    budget: float = setting(
+        4096, "How much of the text a row's draft reads: a share of its prompt (0.06 is 6 %), or a number of tokens (6 is 6 tokens)."
+    )
     chunk: int = setting(8, "How many tokens a chunk has.", minimum=1)
     generated: int = setting(1024, "How many of the tokens emitted since the last choice are read, the most recent ones.", minimum=1)
     rebuild: int = setting(256, "After how many tokens the choice is made again; 0 is never.", minimum=0)

@@ -39,7 +39,9 @@ class SparseSettings(SelfSpeculativeSettings):
 
     needs: ClassVar[frozenset[Gives]] = frozenset({Gives.GROUPS})
 
-    budget: float = setting(0.06, "How much of the quantized tokens a step reads: a share of at most 1, or a number of tokens.")
+    budget: float = setting(
+        0.06, "How much of the quantized tokens a step reads: a share of at most 1 (0.06 is 6 %), or a number of tokens (6 is 6 tokens)."
+    )
     newest: float = setting(
         0.5, "The share of the budget for the newest groups; the others are those with the most attention mass.", minimum=0, maximum=1
     )

@@ -66,11 +66,11 @@ def choose(model: LlamaConfig, dtype: str, gamma: int | None) -> tuple[str, int,
     costs, gamma = nearest(model, dtype), GAMMA if gamma is None else gamma
     quantspec, lookup = _quantspec(costs, gamma), costs.verification_of(gamma)
     draft = "quantspec" if quantspec < 1 else "prompt-lookup" if lookup <= 1 / SLOWEST else NONE
-    drafts = f"with {gamma} draft{'' if gamma == 1 else 's'} a round"
-    why = f"by costs stored for CPUs, of {costs.millions:g} M parameters in {costs.dtype}, where a token without a draft takes 1"
+    drafts = f"{gamma} draft{'' if gamma == 1 else 's'} a round"
+    why = f"by costs stored for CPUs ({costs.millions:g} M parameters, {costs.dtype}, {drafts})"
     rate = ACCEPTANCE["quantspec"].rate
-    shown = f"quantspec {quantspec:.3g} (acceptance ASSUMED {rate:g}), prompt-lookup {lookup:.3g} where it finds nothing"
-    return draft, 0 if draft == NONE else gamma, f"{why}: {drafts} {shown}"
+    shown = f"with quantspec (acceptance ASSUMED {rate:g}), and {lookup:.3g} times with prompt-lookup where it finds nothing"
+    return draft, 0 if draft == NONE else gamma, f"{why}: a token takes {quantspec:.3g} times as long as without a draft {shown}"
 
 
 def _quantspec(costs: CpuCosts, gamma: int) -> float:
