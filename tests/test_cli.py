@@ -152,6 +152,24 @@ def test_sampling_follows_the_seed(run, directory):
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_the_seed_that_is_used_is_said(run, directory, caplog):
+    base = ["generate", "--model", directory, "--prompt", "a", *SETTINGS]
+    code, text, _ = run(*base, "--temperature", "1")
+    assert code == 0 and "tokens are sampled with --seed 0; another seed gives another text" in caplog.messages
+    caplog.clear()
+    assert run(*base, "--temperature", "1", "--seed", "0")[1] == text and run(*base)[0] == 0
+    assert not any("--seed" in message for message in caplog.messages)
+
+
+def test_a_prompt_is_called_by_its_file(fails, directory, tmp_path):
+    empty, long = tmp_path / "empty.txt", tmp_path / "long.txt"
+    empty.write_text("")
+    long.write_text("word " * 200)
+    base = ["generate", "--model", directory, "--prompt", "a", "--prompt-file"]
+    fails([*base, empty], f"error: {empty} is empty; it should have at least one token")
+    fails([*base, long], f"error: {long} of ", "128 positions")
+
+
 def test_float64_runs_in_a_process_of_its_own(directory):
     """The flag turns on 64-bit JAX for the whole process, so it is tried in another one."""
     command = [
@@ -246,6 +264,7 @@ GENERATE = ["generate", "--prompt", "ab", *SETTINGS, "--model"]
         (["--stream", "--prompt", "b"], "--stream"),
         (["--prompt", ""], "prompt 1 is empty"),
         (["--prompt-file", "no/such/file"], "no/such/file"),
+        (["--model", "./nope"], "error: ./nope: no such directory"),
         (["--prompt", "word " * 200], "128 positions"),
         (["--max-new-tokens", "128"], "ask for at most 127"),
         (["--calibrate", "--draft", "none"], "--calibrate"),

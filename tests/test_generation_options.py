@@ -24,9 +24,7 @@ def taken(run, monkeypatch):
 
     def call(*arguments):
         configs = []
-        monkeypatch.setattr(
-            "qspec_jax.cli.generate.checked_prompts", lambda model, prompts, config, tokenizer: configs.append(config) or 1 / 0
-        )
+        monkeypatch.setattr("qspec_jax.cli.generate.checked_prompts", lambda model, prompts, config, *_: configs.append(config) or 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run("generate", "--prompt", "import", "--draft", "none", *arguments)
         (config,) = configs

@@ -176,13 +176,13 @@ def test_columns_that_json_has_no_form_for(directory):
 
 def test_a_predictor_settles_the_default_once(directory, monkeypatch, caplog):
     """By the device, and not by the rows, so that a row's result depends on the row alone."""
-    settled, run_batch = [], ray_data.run_batch
+    settled, prepare = [], ray_data.prepare
 
     def watched(model, requests, **settings):
         settled.extend(each.config for each in requests)
-        return run_batch(model, requests, **settings)
+        return prepare(model, requests, **settings)
 
-    monkeypatch.setattr(ray_data, "run_batch", watched)
+    monkeypatch.setattr(ray_data, "prepare", watched)
     with caplog.at_level("INFO", "qspec_jax.decoding.resolve"):
         predictor = ray_data.Predictor(str(directory), GenerationConfig(max_new_tokens=6), dtype="float32")
         for prompts in (["a"], ["a" * 60, "b"]):

@@ -104,6 +104,7 @@ def prepare(
     batch_size: int | None = None,
     calibrate: bool = False,
     progress: bool | None = None,
+    checked: bool = False,
 ) -> Prepared:
     """Checks requests, completes their settings and makes their draft.
 
@@ -117,6 +118,7 @@ def prepare(
         batch_size: rows that are decoded at a time, by which draft "auto" is resolved; None: all.
         calibrate: whether INT4 weights of the draft are rounded for these prompts, see `drafts.make_draft`.
         progress: a bar on standard error while weights are quantized; None shows it on a terminal.
+        checked: whether the requests are lines that were checked when they were read (`jsonl.read_lines`), which is not done again.
 
     Raises:
         InputError: for requests that cannot be decoded, that differ in a setting of `SHARED`, and for a draft that was made for another
@@ -134,7 +136,7 @@ def prepare(
         keyed = True
         if key is not None:
             raise InputError("key is for prompts; each request has a key of its own")
-        found = _checked_requests(model, found, tokenizer)
+        found = found if checked else _checked_requests(model, found, tokenizer)
     else:
         config = config or GenerationConfig()
         found = _requests_of(model, found, config, key, tokenizer)

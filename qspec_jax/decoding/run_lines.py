@@ -67,7 +67,7 @@ def prepare_lines(
     if on_ray or not requests:
         return Prepared(model, config, tuple(requests), None, tokenizer)
     with explained_memory(model, config, max(len(request.tokens) for request in requests), rows=1):
-        return prepare(model, requests, config=config, tokenizer=tokenizer, batch_size=batch_size or ROWS_OF_AUTO)
+        return prepare(model, requests, config=config, tokenizer=tokenizer, batch_size=batch_size or ROWS_OF_AUTO, checked=True)
 
 
 def run_identity(
