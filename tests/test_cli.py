@@ -165,7 +165,7 @@ def test_a_prompt_is_called_by_its_file(fails, directory, tmp_path):
     empty, long = tmp_path / "empty.txt", tmp_path / "long.txt"
     empty.write_text("")
     long.write_text("word " * 200)
-    base = ["generate", "--model", directory, "--prompt", "a", "--prompt-file"]
+    base = ["generate", "--model", directory, *SETTINGS, "--prompt", "a", "--prompt-file"]
     fails([*base, empty], f"error: {empty} is empty; it should have at least one token")
     fails([*base, long], f"error: {long} of ", "128 positions")
 

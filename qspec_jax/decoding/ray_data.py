@@ -92,8 +92,8 @@ class Predictor:
         results: list[Result | None] = [None] * len(lines)
         if todo:
             requests = [lines[i].request for i in todo]
-            rows = self.batch_size or ROWS_OF_AUTO
-            prepared = prepare(self.model, requests, tokenizer=self.tokenizer, batch_size=rows, checked=True)
+            at_once = self.batch_size or ROWS_OF_AUTO
+            prepared = prepare(self.model, requests, tokenizer=self.tokenizer, batch_size=at_once, checked=True)
             for result in run_batch(self.model, prepared, batch_size=self.batch_size):
                 i = todo[result.index]
                 results[i], outputs[i] = result, as_line(lines[i], result, self.tokenizer)
