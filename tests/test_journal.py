@@ -17,7 +17,7 @@ from qspec_jax import demo
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.cli import batch
 from qspec_jax.decoding.journal import DEPENDS_ON, Journal, run_hashes
-from qspec_jax.decoding.run_lines import of_checkpoint
+from qspec_jax.decoding.run_identity import of_checkpoint
 from qspec_jax.errors import InputError
 
 RUN = dict.fromkeys(DEPENDS_ON, "a hash")

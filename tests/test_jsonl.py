@@ -19,12 +19,12 @@ import pytest
 
 from convert.to_orbax import convert
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
-from qspec_jax.cli.batch import MAX_REPORTED_LINES
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.journal import DEPENDS_ON, Journal
 from qspec_jax.decoding.jsonl import KEYS, Columns, Line, as_wrong, read_lines
-from qspec_jax.decoding.run_lines import of_checkpoint
+from qspec_jax.decoding.run_identity import of_checkpoint
+from qspec_jax.decoding.run_lines import MAX_REPORTED_LINES
 from qspec_jax.errors import InputError
 
 CONFIG = GenerationConfig(draft="quantspec", group_size=8, ignore_eos=True, num_speculative_tokens=3)

@@ -23,7 +23,7 @@ from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.prepare import prepare
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.round import current_round, propose
-from qspec_jax.decoding.run_lines import of_checkpoint
+from qspec_jax.decoding.run_identity import of_checkpoint
 from qspec_jax.decoding.sampling import make_sampler
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.small_model import SmallModelDraft

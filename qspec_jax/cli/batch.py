@@ -1,9 +1,11 @@
 """The command `qspec batch`."""
 
+import contextlib
 import dataclasses
 import enum
 import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -32,33 +34,31 @@ from qspec_jax.cli.options import (
 )
 from qspec_jax.decoding import processes
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.journal import Journal, kept
-from qspec_jax.decoding.jsonl import Columns, as_wrong, read_lines
-from qspec_jax.decoding.out_of_memory import explained_memory
+from qspec_jax.decoding.data_parallel import Place
+from qspec_jax.decoding.journal import Journal
+from qspec_jax.decoding.jsonl import Columns, read_lines
 from qspec_jax.decoding.prepare import ROWS_OF_AUTO
 from qspec_jax.decoding.ray_data import cluster_gpus, connect
 from qspec_jax.decoding.resolve import resolve_auto_draft
 from qspec_jax.decoding.results import BatchStats
+from qspec_jax.decoding.run_identity import Checkpoints, run_identity
 from qspec_jax.decoding.run_lines import (
+    check_lines,
     decode_lines,
     decode_lines_on_ray,
-    drafts,
     in_words,
-    of_checkpoint,
+    open_journal,
     outline_of,
     prepare_lines,
-    run_identity,
     with_made_draft,
 )
-from qspec_jax.drafts.draft import checkpoints_of
-from qspec_jax.drafts.registry import AUTO, parse_draft
+from qspec_jax.drafts.registry import AUTO
 from qspec_jax.errors import InputError
 from qspec_jax.files import STANDARD, is_same_file, name_of, read_bytes, to_json
 
 log = logging.getLogger(__name__)
 
 MAX_ROWS = 1 << 20
-MAX_REPORTED_LINES = 20  # lines that are wrong; of more only the number is reported
 
 
 class OnError(enum.StrEnum):
@@ -124,70 +124,75 @@ def batch(
             raise InputError("--distributed: --batch-size should be a number, for machines may differ in how much memory is free")
     if as_json and output == STANDARD:
         raise InputError("--json prints its object on standard output, where the results would be; give OUTPUT a file, or leave --json out")
-    if distributed:
-        join_others("batch", config, seed, dtype, rows_at_once, refill, on_error, columns)
-    quiet, seed = as_json or not processes.is_first(), used_seed(seed, config)
-    if ray is None:
-        on = devices_of(devices)
-        if devices == ALL and not distributed and config.cache_config.in_host_memory:
-            if len(on) > 1:
-                log.warning("cache %s: one device of %d is used, as they would share host memory", config.cache, len(on))
-            on = on[:1]
-        places = places_of(on, len(on) if distributed else tensor_parallel)
-    else:
-        _check_for_ray(config, devices, tensor_parallel, refill)
     if ray_actors and ray is None:
         raise InputError("--ray-actors is for --ray")
+    if distributed:
+        join_others("batch", config, seed, dtype, rows_at_once, refill, on_error, columns)
+    quiet, seed, stops = as_json or not processes.is_first(), used_seed(seed, config), on_error is OnError.stop
+    if ray is None:
+        places = _places(config, devices, tensor_parallel, distributed=distributed)
+    else:
+        _check_for_ray(config, devices, tensor_parallel, refill)
     content, name = processes.from_first(lambda: _content(source, output)).encode("latin-1"), name_of(source)
-    of_hub = lambda checkpoint: processes.all_or_none(lambda: hub.local(checkpoint, progress=False if quiet else None))
-    stored_at = of_hub(model)
-    if ray is not None:
-        jax.config.update("jax_platforms", "cpu")  # GPUs are the actors'
-        connect(ray)
-    chosen = config.draft == AUTO
-    of_draft = () if chosen or not drafts(config) else checkpoints_of(parse_draft(config.draft))
-    directories = {path: of_hub(path) for path in of_draft}
-    directories[model] = stored_at
-    checkpoints = processes.all_or_none(lambda: {path: of_checkpoint(directory) for path, directory in directories.items()})
+    checkpoints = processes.all_or_none(lambda: Checkpoints(model, config, lambda each: hub.local(each, progress=False if quiet else None)))
+    of_lines = config
     if ray is None:
         network, tokenizer = processes.all_or_none(
             lambda: load(model, dtype, quiet=quiet, place=places[0], caches=[config.cache_config], silent_on_sampling=silent_on_sampling)
         )
+        if config.draft != AUTO:  # a draft that is named is made first: lines that are too long for its model are wrong
+            of_lines = processes.all_or_none(lambda: with_made_draft(config, network))
     else:
-        network, tokenizer = outline_of(stored_at, dtype), load_tokenizer(stored_at)
-        if config.draft == AUTO:  # here, since what the run is known by is what it is settled to
-            kind = "a GPU of the cluster" if cluster_gpus() else "cpu"
-            (config,) = resolve_auto_draft(network, [config], None, batch=rows_at_once or ROWS_OF_AUTO, device_kind=kind)
-    # A draft that is named is made first: lines that are too long for its model are wrong.
-    of_lines = config if chosen or ray is not None else processes.all_or_none(lambda: with_made_draft(config, network))
+        jax.config.update("jax_platforms", "cpu")  # GPUs are the actors'
+        connect(ray)
+        network, tokenizer = outline_of(checkpoints.directory, dtype), load_tokenizer(checkpoints.directory)
+        # Draft auto is resolved here, since the run's identity holds what it becomes.
+        kind = "a GPU of the cluster" if cluster_gpus() else "cpu"
+        (config,) = resolve_auto_draft(network, [config], None, batch=rows_at_once or ROWS_OF_AUTO, device_kind=kind)
+        of_lines = config
     lines = read_lines(content, network, tokenizer, of_lines, seed, columns)
-    wrong = [line for line in lines if line.error]
-    if wrong and on_error is OnError.stop:
-        more = f" (and {len(wrong) - 1} more; --on-error skip does the other lines)" if len(wrong) > 1 else ""
-        raise InputError(f"{name}, line {wrong[0].number}: {wrong[0].error}{more}")
-    if not lines:
-        raise InputError(f"{name}: empty; it should have a JSON object on each line")
+    check_lines(lines, name, stops=stops)
     # All lines are prepared, also those that are done: draft "auto" and costs depend on all of them, and a run is known by them.
     good = [line for line in lines if line.request]
     prepared = processes.all_or_none(lambda: prepare_lines(network, tokenizer, good, config, rows_at_once, on_ray=ray is not None))
-    config, configs = prepared.config, prepared.configs
-    if changed := [path for path, directory in directories.items() if of_checkpoint(directory) != checkpoints[path]]:
-        raise InputError(f"{changed[0]}: its files changed while they were loaded; start again once they are as they should be")
-    of_files = [part for parts in checkpoints.values() for part in parts]
-    run = run_identity(content, prepared, stored_at, of_files, (seed, columns), process.version_of("qspec-jax"))
-    journal = processes.all_or_none(lambda: Journal(written_by_first(output), run, overwrite=overwrite))
-    done = processes.from_first(lambda: sorted(journal.done))
-    journal.done = {number: journal.done.get(number) for number in done}
-    for line in wrong[:MAX_REPORTED_LINES]:
-        log.warning("%s, line %d: %s", name, line.number, line.error)
-    if len(wrong) > MAX_REPORTED_LINES:
-        log.warning("%s: %d more lines are wrong; OUTPUT says why", name, len(wrong) - MAX_REPORTED_LINES)
-    for line in wrong:
-        if line.number not in journal.done:
-            journal.add(kept(line.number, as_wrong(line)))
-    if found := len(journal.done) - len(wrong):
-        log.warning("%s: %d of %d lines are done already", journal.path, found, len(lines) - len(wrong))
+    processes.all_or_none(checkpoints.check_unchanged)
+    run = run_identity(content, prepared, checkpoints, (seed, columns), process.version_of("qspec-jax"))
+    journal = open_journal(written_by_first(output), run, lines, name, overwrite=overwrite)
     todo = [i for i, line in enumerate(good) if line.number not in journal.done]
+    report = {"lines": len(lines), "wrong": len(lines) - len(good), "done_before": len(good) - len(todo)}
+    with _ending_run(journal):
+        if ray is None:
+            stats = BatchStats()
+            if todo:
+                stats = decode_lines(prepared.select(todo), [good[i] for i in todo], journal, rows_at_once, refill, places, quiet=quiet)
+            report |= dataclasses.asdict(stats) | stats.rates
+            done = "" if not stats.prompts else _in_words(stats, report["wrong"])
+        else:
+            settings = dict(batch_size=rows_at_once, actors=ray_actors, dtype=dtype and str(dtype), seed=seed, columns=columns)
+            directory = checkpoints.directory.resolve()
+            seconds = decode_lines_on_ray(
+                [good[i] for i in todo], content, directory, prepared.config, journal, settings, stops=stops, quiet=quiet
+            )
+            report["seconds"] = seconds
+            done = f"{len(todo)} prompts on Ray in {seconds:.1f} s"
+        journal.finish()
+    if as_json and processes.is_first():
+        print(to_json(report))
+    elif done and not quiet:
+        print(f"{'standard output' if output == STANDARD else output}: {done}", file=sys.stderr)
+
+
+def _in_words(stats: BatchStats, wrong: int) -> str:
+    """What was decoded. wrong: the number of lines that are wrong."""
+    busy = stats.rates["busy_slots"]
+    places = "" if busy is None else f"; {busy:.1%} of places busy"
+    skipped = f", {wrong} lines wrong" if wrong else ""
+    return f"{stats.prompts} prompts{skipped}, {stats.new_tokens:,} tokens, {in_words(stats)}{places}"
+
+
+@contextlib.contextmanager
+def _ending_run(journal: Journal) -> Iterator[None]:
+    """Closes the journal at the end; where the run is interrupted, a line says how it goes on."""
 
     def interrupted() -> None:
         print(f"qspec: interrupted{journal.goes_on}", file=sys.stderr)
@@ -195,48 +200,24 @@ def batch(
 
     process.endings.append(interrupted)
     try:
-        if ray:
-            settings = dict(batch_size=rows_at_once, actors=ray_actors, dtype=dtype and str(dtype), seed=seed, columns=columns)
-            seconds = decode_lines_on_ray(
-                [good[i] for i in todo],
-                content,
-                stored_at.resolve(),
-                config,
-                journal,
-                settings,
-                stops=on_error is OnError.stop,
-                quiet=as_json,
-            )
-            journal.finish()
-            if as_json:
-                print(to_json({"lines": len(lines), "wrong": len(wrong), "done_before": found, "seconds": seconds}))
-            else:
-                where = "standard output" if output == STANDARD else output
-                print(f"{where}: {len(todo)} prompts on Ray in {seconds:.1f} s", file=sys.stderr)
-            return
-        stats = BatchStats()
-        if todo:
-            at_once, prepared = min(rows_at_once or 1, len(todo)), prepared.select(todo)
-            longest = dataclasses.replace(config, max_new_tokens=max(each.max_new_tokens for each in configs))
-            with explained_memory(network, longest, prepared.longest_prompt, rows=at_once):
-                stats = decode_lines(prepared, [good[i] for i in todo], journal, rows_at_once, refill, places, quiet=quiet)
-        journal.finish()
-        if not processes.is_first():
-            return
+        yield
     except KeyboardInterrupt:
         interrupted()
         raise
     finally:
         process.endings.remove(interrupted)
         journal.close()
-    if as_json:
-        print(to_json({"lines": len(lines), "wrong": len(wrong), "done_before": found} | dataclasses.asdict(stats) | stats.rates))
-    elif stats.prompts:
-        busy = stats.rates["busy_slots"]
-        places = "" if busy is None else f"; {busy:.1%} of places busy"
-        where = "standard output" if output == STANDARD else output
-        skipped = f", {len(wrong)} lines wrong" if wrong else ""
-        print(f"{where}: {stats.prompts} prompts{skipped}, {stats.new_tokens:,} tokens, {in_words(stats)}{places}", file=sys.stderr)
+
+
+def _places(config: GenerationConfig, devices: str, tensor_parallel: int, *, distributed: bool) -> list[Place]:
+    """The devices or meshes that options name. Of a cache in host memory, which devices would share, it is one unless several are asked
+    for."""
+    on = devices_of(devices)
+    if devices == ALL and not distributed and config.cache_config.in_host_memory:
+        if len(on) > 1:
+            log.warning("cache %s: one device of %d is used, as they would share host memory", config.cache, len(on))
+        on = on[:1]
+    return places_of(on, len(on) if distributed else tensor_parallel)
 
 
 def _content(source: Path, output: Path) -> str:

@@ -162,6 +162,11 @@ class GenerationConfig:
         return self.draft != NONE
 
     @property
+    def has_drafts(self) -> bool:
+        """Whether rounds have drafts, or may have some once draft "auto" is chosen."""
+        return self.speculative and self.num_speculative_tokens != 0
+
+    @property
     def draft_needs(self) -> frozenset[Gives]:
         """What the draft needs of the target's cache that not every cache gives; nothing while it is "auto"."""
         if isinstance(self.draft, Draft):

@@ -80,7 +80,7 @@ class Predictor:
         self.model, self.tokenizer = load_model(directory, dtype=dtype, progress=False), load_tokenizer(directory)
         # By model, settings and device alone: a row's result must not depend on the rows that it is handed over with.
         (config,) = resolve_auto_draft(self.model, [config or GenerationConfig()], None, batch=batch_size or ROWS_OF_AUTO)
-        if config.num_speculative_tokens and config.speculative:
+        if config.has_drafts:
             config = dataclasses.replace(config, draft=make_draft(config.draft, self.model).with_choice(_refuse_choice))
         self.reader = LineReader(self.model, self.tokenizer, config, seed, columns)
 

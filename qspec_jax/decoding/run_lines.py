@@ -1,8 +1,8 @@
-"""A run over the lines of a file: what identifies it, and the results on their way into its journal."""
+"""A run over the lines of a file: its lines prepared, its journal opened, and the results on their way into it."""
 
 import contextlib
 import dataclasses
-import os
+import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,25 +11,25 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from qspec_jax.checkpoints import hub
-from qspec_jax.checkpoints.converted import MANIFEST, is_converted, stored_files
 from qspec_jax.checkpoints.loading import as_loaded, config_and_dtype
-from qspec_jax.checkpoints.weight_files import WeightFiles, weight_files
+from qspec_jax.decoding import processes
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.data_parallel import Place
-from qspec_jax.decoding.journal import REVISION, Journal, kept, run_hashes, written
-from qspec_jax.decoding.jsonl import Line, as_line, error_of
+from qspec_jax.decoding.journal import Journal, kept, written
+from qspec_jax.decoding.jsonl import Line, as_line, as_wrong, error_of
 from qspec_jax.decoding.out_of_memory import explained_memory
 from qspec_jax.decoding.prepare import ROWS_OF_AUTO, Prepared, prepare
 from qspec_jax.decoding.ray_data import through_actors
 from qspec_jax.decoding.results import BatchStats
 from qspec_jax.drafts import make_draft
-from qspec_jax.drafts.int4 import has_stored_int4
 from qspec_jax.errors import InputError
-from qspec_jax.files import read_bytes
 from qspec_jax.models.llama import Llama
 from qspec_jax.quantization.outline import outline
+
+log = logging.getLogger(__name__)
+
+MAX_REPORTED_LINES = 20  # lines that are wrong; of more only the number is reported
 
 
 def outline_of(directory: Path, dtype: str | None) -> Llama:
@@ -40,14 +40,9 @@ def outline_of(directory: Path, dtype: str | None) -> Llama:
     return outline(shape, dtype=as_loaded(dtype or stored_as))
 
 
-def drafts(config: GenerationConfig) -> bool:
-    """Whether rounds have drafts."""
-    return config.speculative and config.num_speculative_tokens != 0
-
-
 def with_made_draft(config: GenerationConfig, network: Llama) -> GenerationConfig:
     """The config with its draft made."""
-    return dataclasses.replace(config, draft=make_draft(config.draft, network)) if drafts(config) else config
+    return dataclasses.replace(config, draft=make_draft(config.draft, network)) if config.has_drafts else config
 
 
 def prepare_lines(
@@ -70,52 +65,40 @@ def prepare_lines(
         return prepare(model, requests, config=config, tokenizer=tokenizer, batch_size=batch_size or ROWS_OF_AUTO, checked=True)
 
 
-def run_identity(
-    content: bytes, prepared: Prepared, directory: Path, checkpoints: Sequence[bytes], settings: tuple[Any, ...], version: str
-) -> dict[str, str]:
-    """Hashes of all that the results of a run depend on, for its journal.
+def check_lines(lines: Sequence[Line], name: str, *, stops: bool) -> None:
+    """Raises InputError where there are no lines, and where one is wrong, which stops the run. name: of the file, for messages."""
+    wrong = [line for line in lines if line.error]
+    if wrong and stops:
+        more = f" (and {len(wrong) - 1} more; --on-error skip does the other lines)" if len(wrong) > 1 else ""
+        raise InputError(f"{name}, line {wrong[0].number}: {wrong[0].error}{more}")
+    if not lines:
+        raise InputError(f"{name}: empty; it should have a JSON object on each line")
+
+
+def open_journal(output: Path | None, run: dict[str, str], lines: Sequence[Line], name: str, *, overwrite: bool) -> Journal:
+    """The journal of a run, in all its processes, with the lines that are wrong as done; says which are, and how many others are done.
 
     Args:
-        content: of the input.
-        prepared: the requests of all lines.
-        directory: of the checkpoint.
-        checkpoints: `of_checkpoint` of this one and those of drafts.
-        settings: more of the run that has a text.
-        version: of this program.
+        output: where this process writes.
+        run: `run_identity`.
+        lines: all lines of the input.
+        name: of the input, for messages.
+        overwrite: whether the output, and the journal of another run, are replaced.
     """
-    model = prepared.model
-    config = dataclasses.replace(model.checkpoint_config, dtype="")
-    of_files = [repr((config, has_stored_int4(directory, model.dtype.name))).encode(), *checkpoints]
-    of_run = repr((prepared.identity(), model.dtype.name, *settings)).encode()
-    return run_hashes(prompts=[content], settings=[of_run], checkpoint=of_files, version=[version.encode(), REVISION])
-
-
-def of_checkpoint(directory: Path) -> list[bytes]:
-    """What results depend on of a checkpoint: the contents of its small files; of its weights, which are too large to be read for this, the
-    names, sizes and times of files."""
-    if is_converted(directory):
-        listed, names = {directory / MANIFEST}, sorted(stored_files(directory))
-    else:
-        try:
-            files = weight_files(directory)
-        except InputError:  # loading says what is wrong with them
-            files = WeightFiles(())
-        listed, names = {directory / files.index} if files.index else set(), files.names
-    # Some tokenizers have files for certain versions of transformers beside those with well-known names.
-    small = {*(directory / name for name in hub.SMALL_FILES), *directory.glob("*token*.json"), *directory.glob(hub.TEMPLATES)}
-    contents = {path.relative_to(directory).as_posix(): read_bytes(path) for path in small | listed if path.is_file()}
-    weights = [(name, *_state(directory / name)) for name in names]
-    return [*(part for name in sorted(contents) for part in (os.fsencode(name), contents[name])), repr(weights).encode()]
-
-
-def _state(path: Path) -> tuple[int, ...]:
-    """Size and times of a file, its last change included, which no tool sets back as it does that of the content; none where it is not
-    there, or cannot be."""
-    try:
-        found = path.stat()
-    except (OSError, ValueError):  # loading says what is wrong with it
-        return ()
-    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    wrong = [line for line in lines if line.error]
+    journal = processes.all_or_none(lambda: Journal(output, run, overwrite=overwrite))
+    done = processes.from_first(lambda: sorted(journal.done))
+    journal.done = {number: journal.done.get(number) for number in done}
+    for line in wrong[:MAX_REPORTED_LINES]:
+        log.warning("%s, line %d: %s", name, line.number, line.error)
+    if len(wrong) > MAX_REPORTED_LINES:
+        log.warning("%s: %d more lines are wrong; OUTPUT says why", name, len(wrong) - MAX_REPORTED_LINES)
+    for line in wrong:
+        if line.number not in journal.done:
+            journal.add(kept(line.number, as_wrong(line)))
+    if found := len(journal.done) - len(wrong):
+        log.warning("%s: %d of %d lines are done already", journal.path, found, len(lines) - len(wrong))
+    return journal
 
 
 def decode_lines(
@@ -132,9 +115,12 @@ def decode_lines(
         places: the devices or meshes to work on.
         quiet: whether to show no progress bar.
     """
-    results = run_batch(prepared.model, prepared, batch_size=batch_size, refill=refill, devices=places)
+    longest = dataclasses.replace(prepared.config, max_new_tokens=max(config.max_new_tokens for config in prepared.configs))
+    memory = explained_memory(prepared.model, longest, prepared.longest_prompt, rows=min(batch_size or 1, len(lines)))
     bar = tqdm(total=len(lines), desc="batch", unit="prompt", disable=True if quiet else None)
-    with bar, contextlib.closing(results):  # closed also where a result cannot be kept
+    settings = dict(batch_size=batch_size, refill=refill, devices=places)
+    # The results are closed also where one cannot be kept.
+    with memory, bar, contextlib.closing(run_batch(prepared.model, prepared, **settings)) as results:
         for result in results:
             line = lines[result.index]
             journal.add(kept(line.number, as_line(line, result, prepared.tokenizer)))
