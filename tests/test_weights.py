@@ -1,51 +1,17 @@
-"""INT4 weights: never worse than plain rounding, packed as documented; with calibration, better where it counts. INT8 heads."""
-
-import dataclasses
-import functools
+"""INT4 weights: never worse than plain rounding, packed as documented; with moments of the inputs, better where it counts. INT8 rows."""
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import hf_config, write_checkpoint
-from runs import random_model, with_draft
+from weight_matrices import BFLOAT16, OUT, read, weights
 
-from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, dequantize_weight
 from pallas_kernels.matmul import int4_matmul, linear
-from qspec_jax.checkpoints.loading import load_model
-from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.generate import generate
-from qspec_jax.drafts import make_draft, quantspec
-from qspec_jax.errors import InputError
-from qspec_jax.models.llama import Llama
-from qspec_jax.models.viewed import ViewedModel
-from qspec_jax.quantization import calibration
-from qspec_jax.quantization.calibration import READERS, quantize_linears_for
-from qspec_jax.quantization.weights import quantize_head, quantize_linears, quantize_rows, quantize_weight, weight_group_size
-
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-OUT = 48
+from qspec_jax.quantization.weights import quantize_rows, quantize_weight, weight_group_size
 
 dequantize_jit = jax.jit(dequantize_weight, static_argnames="dtype")
 matmul_jit = jax.jit(lambda x, weight: int4_matmul(x, (weight,)))
-
-
-def weights(in_features: int) -> dict[str, np.ndarray]:
-    r = np.random.default_rng(in_features)
-    gauss = r.standard_normal((OUT, in_features))
-    return {
-        "gaussian": 0.02 * gauss,
-        "outliers": np.where(np.arange(in_features) % 50 == 3, 50 * gauss, gauss),
-        "heavy tails": gauss**5,
-        "mean 100": gauss + 100,
-        "constant rows": np.broadcast_to(gauss[:, :1], gauss.shape),
-        "zeros": 0 * gauss,
-        "two values": np.where(gauss > 0, 0.5, -0.25),
-        "huge": 1e30 * gauss,
-        "tiny": 1e-30 * gauss,
-    }
 
 
 def plain_rounding(weight: np.ndarray, size: int, *, farther: float = 1) -> np.ndarray:
@@ -64,14 +30,6 @@ def plain_rounding(weight: np.ndarray, size: int, *, farther: float = 1) -> np.n
 def up_to_bfloat16(x: np.ndarray) -> np.ndarray:
     nearest = x.astype(BFLOAT16)
     return np.where(nearest.astype(np.float32) < x, np.nextafter(nearest, BFLOAT16.type(np.inf)), nearest).astype(np.float64)
-
-
-def read(q: Int4Weight) -> np.ndarray:
-    """The weight in float64, from the bytes as documented: of G inputs, i in the low and i + G/2 in the high nibble of byte i."""
-    codes, scale, zero = (np.asarray(x) for x in (q.codes, q.scale, q.zero))
-    nibbles = np.concatenate([codes & 15, codes >> 4], -1).astype(np.float64)
-    groups = nibbles * scale[..., None].astype(np.float64) + zero[..., None].astype(np.float64)
-    return groups.reshape(len(codes), -1)[:, : q.in_features]
 
 
 def error_per_group(weight: np.ndarray, stored: np.ndarray, size: int) -> np.ndarray:
@@ -301,156 +259,7 @@ def test_moments_of_zero_are_no_moments(in_features):
     np.testing.assert_allclose(q.scale, plain.scale, rtol=1e-5)
 
 
-# A model --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Llama:
-    config = hf_config(hidden_size=128, intermediate_size=128, num_attention_heads=2, num_key_value_heads=1, attention_bias=True)
-    return load_model(write_checkpoint(tmp_path_factory.mktemp("tiny"), config), progress=False)
-
-
-def texts(*lengths: int) -> list[list[int]]:
-    r = np.random.default_rng(3)
-    return [[int(t) for t in r.integers(0, 64, length)] for length in lengths]
-
-
-def logits_of(model: Llama, text: list[int]) -> np.ndarray:
-    """After every token of one text, in one pass over a batch of one."""
-    tokens = jnp.asarray([text + [0] * (-len(text) % 64)])
-    positions = jnp.arange(tokens.shape[1])[None]
-    return np.asarray(_forward(model, tokens, positions))[0, : len(text)]
-
-
-@jax.jit
-def _forward(model: Llama, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-    x, angles = model.embed(tokens), model.cos_sin(positions, positions + 1)
-    for block in model.layers:
-        x = block.after_attention(x, calibration.attend_prompt(*block.before_attention(x, *angles)))
-    return model.logits(x)
-
-
-@functools.cache
-def calibrated(model: Llama, *lengths: int) -> Llama:
-    return quantize_linears_for(model, texts(*lengths), progress=False)
-
-
-def test_every_linear_is_quantized_and_nothing_else(model):
-    before = model.weights()
-    for quantized in (quantize_linears(model), calibrated(model, 60)):
-        after = quantized.weights()
-        assert after.keys() == before.keys() and quantized.config == model.config
-        linears = {path for path, weight in after.items() if isinstance(weight, Int4Weight)}
-        assert linears == {f"layers.{i}.{name}.weight" for i in range(2) for names in READERS.values() for name in names}
-        assert all(after[path] is before[path] for path in after.keys() - linears)
-        for path in linears:
-            weight = np.asarray(before[path])
-            assert after[path].shape == weight.shape
-            assert np.square(read(after[path]) - weight).sum() < 0.05 * np.square(weight).sum(), path
-
-
-def test_calibration_reduces_the_error_of_logits(model):
-    (text,) = texts(60)
-    exact = logits_of(model, text)
-    plain, fitted = (np.square(logits_of(m, text) - exact).sum() for m in (quantize_linears(model), calibrated(model, 60)))
-    assert 0 < fitted < 0.6 * plain < 0.1 * np.square(exact).sum()
-
-
-def block_inputs(model: Llama, rows: list[list[int]], width: int, filler: int = 0) -> tuple[jax.Array, ...]:
-    tokens = np.array([row + [filler] * (width - len(row)) for row in rows])
-    n = np.array([len(row) for row in rows])
-    positions = np.broadcast_to(np.arange(width), tokens.shape)
-    angles = model.cos_sin(jnp.asarray(positions), jnp.asarray(np.broadcast_to(n[:, None], tokens.shape)))
-    return model.embed(jnp.asarray(tokens)), *angles, jnp.asarray(positions < n[:, None])
-
-
-def test_moments_are_sums_over_the_tokens(model):
-    """The tokens are each linear layer's own inputs, seen by running the block."""
-    (text,) = texts(20)
-    block = model.layers[0]
-    x, cos, sin, valid = block_inputs(model, [text], 64)
-    _, moments = calibration._block(block, x, cos, sin, valid)
-    assert moments.keys() == READERS.keys()
-    h = block.input_norm(x)
-    attended = calibration.attend_prompt(*block.before_attention(x, cos, sin)).reshape(1, 64, -1)
-    _, mlp = block.add_attention(x, attended)
-    hidden = jax.nn.silu(block.gate_proj(mlp)) * block.up_proj(mlp)
-    inputs = dict.fromkeys(["q_proj", "k_proj", "v_proj"], h) | {"o_proj": attended, "down_proj": hidden}
-    source_of = {name: source for source, names in READERS.items() for name in names}
-    for name, x in (inputs | dict.fromkeys(["gate_proj", "up_proj"], mlp)).items():
-        read_by = np.asarray(x).astype(np.float64)[0, :20]
-        expected = read_by.T @ read_by
-        np.testing.assert_allclose(moments[source_of[name]], expected, rtol=0, atol=1e-5 * np.diag(expected).max(), err_msg=name)
-
-
-def test_padding_does_not_matter(model):
-    """A text beside a longer one, in a wider row, and with other tokens after it, adds the same moments."""
-    short, long = texts(20, 100)
-    found = {}
-    for name, rows, width, filler in (
-        ("short", [short], 64, 0),
-        ("filled otherwise", [short], 64, 7),
-        ("wide", [short], 128, 0),
-        ("long", [long], 128, 0),
-        ("both", [short, long], 128, 0),
-    ):
-        x, cos, sin, valid = block_inputs(model, rows, width, filler)
-        _, moments = calibration._block(model.layers[0], x, cos, sin, valid)
-        found[name] = {source: np.asarray(m) for source, m in moments.items()}
-    for source, alone in found["short"].items():
-        for other, expected in (("filled otherwise", alone), ("wide", alone), ("both", found["long"][source] + alone)):
-            np.testing.assert_allclose(found[other][source], expected, rtol=0, atol=1e-5 * np.diag(expected).max(), err_msg=other)
-        assert np.trace(found["long"][source]) > 2 * np.trace(alone) > 0
-
-
-def test_texts_are_cut_to_their_last_tokens(model, monkeypatch):
-    """The caps on texts and tokens decide what is read, and nothing else does."""
-    seen = []
-    monkeypatch.setattr(calibration, "_block", lambda block, x, cos, sin, valid: seen.append((x, valid)) or stop())
-    monkeypatch.setattr(calibration, "MAX_TEXTS", 3)
-    monkeypatch.setattr(calibration, "MAX_TOKENS", 60)
-    monkeypatch.setattr(calibration, "MAX_TEXT_TOKENS", 25)
-
-    class Stop(Exception):
-        pass
-
-    def stop():
-        raise Stop
-
-    def read_of(rows: list[list[int]]) -> list[np.ndarray]:
-        with pytest.raises(Stop):
-            quantize_linears_for(model, rows, progress=False)
-        x, valid = map(np.asarray, seen.pop())
-        return [row[keep] for row, keep in zip(x, valid)]
-
-    embedding = np.asarray(model.embedding.get_value())
-    rows = texts(40, 10, 30, 20)
-    for given, expected in (
-        (rows[:1], [rows[0][-25:]]),
-        (rows, [rows[0][-20:], rows[1], rows[2][-20:]]),
-        (rows[1:2], [rows[1]]),
-    ):
-        for got, text in zip(read_of(given), expected, strict=True):
-            np.testing.assert_array_equal(got, embedding[text])
-
-
-def test_activations_that_are_not_finite_are_refused(model):
-    weights = model.weights()
-    weights["embedding"] = weights["embedding"].at[5, 7].set(jnp.inf)
-    spoilt = Llama(model.config, lambda path, shape: weights[path])
-    with pytest.raises(InputError, match="layer 0 has activations that are not finite"):
-        quantize_linears_for(spoilt, [[1, 5, 2]], progress=False)
-    # Where no text has that token, all is well.
-    quantize_linears_for(spoilt, [[1, 2, 3]], progress=False)
-
-
-@pytest.mark.parametrize("nothing", [[], [[]], [[1, 2], []]])
-def test_calibration_needs_tokens(model, nothing):
-    with pytest.raises(InputError, match="at least one token"):
-        quantize_linears_for(model, nothing, progress=False)
-
-
-# The head in INT8 ------------------------------------------------------------------------------------------------------
+# INT8 -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
@@ -463,59 +272,3 @@ def test_rows_are_rounded_to_the_nearest_of_255_codes(name, dtype):
     assert (found.codes.dtype, found.scale.dtype, found.shape) == (jnp.int8, jnp.float32, weight.shape)
     np.testing.assert_allclose(scale[:, 0] * 127, np.abs(wide).max(1), rtol=1e-6, atol=1e-30)
     assert (np.abs(codes * scale - wide) <= 0.5001 * scale).all() and np.abs(codes).max() <= 127
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_head_in_int8_is_the_drafts_own(tied):
-    model = random_model(jnp.float32, tie_word_embeddings=tied)
-    before, after = model.weights(), quantize_head(model).weights()
-    assert after.keys() == before.keys() | {"head"} and all(after[path] is before[path] for path in after.keys() - {"head"})
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, model.config.hidden_size)), jnp.float32)
-    exact, found = model.logits(x), quantize_head(model).logits(x)
-    assert found.dtype == exact.dtype
-    assert 0 < float(jnp.linalg.norm(found - exact)) < 0.01 * float(jnp.linalg.norm(exact))
-
-
-def test_heads_of_drafts(monkeypatch):
-    model = random_model(jnp.float32, tie_word_embeddings=False)
-    mine = model.weights()["head"]
-    drafts = [quantspec(model), quantspec(model, head_bits=16), quantspec(model, weight_bits=16)]
-    # Kept in the model's own precision, and on a CPU used so.
-    assert all(draft.step.model.weights()["head"] is mine for draft in drafts)
-    assert all(draft.in_loop().step is draft.step for draft in drafts)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    first, *others = [draft.in_loop().step for draft in drafts]
-    np.testing.assert_array_equal(first.model.weights()["head"].codes, quantize_rows(mine).codes)
-    assert others == [draft.step for draft in drafts[1:]]
-    with pytest.raises(InputError, match="head_bits 4 should be 8 or 16"):
-        quantspec(model, head_bits=4)
-
-
-def test_two_drafts_of_the_same_weights_share_their_head(monkeypatch):
-    """In the loop too, where it is made; one that wants its own precision keeps that."""
-    model = random_model(jnp.float32, tie_word_embeddings=False)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    head = lambda draft: draft.step.model.weights()["head"]
-    shared = make_draft("combine:sparse+(quantspec:cache=int8)", model).in_loop()
-    assert head(shared.first).codes is head(shared.second).codes
-    assert [draft.step.view for draft in (shared.first, shared.second)] == [UPPER_PLANE, BOTH_PLANES]
-    for text, wide in (("combine:(quantspec:head_bits=16)+sparse", 0), ("combine:sparse+(quantspec:weight_bits=16)", 1)):
-        own = make_draft(text, model).in_loop()
-        heads = head(own.first), head(own.second)
-        assert heads[wide] is model.weights()["head"] and heads[1 - wide].codes.dtype == jnp.int8
-
-
-def test_the_loops_draft_has_its_head_in_int8(monkeypatch):
-    model = random_model(jnp.float32, tie_word_embeddings=False)
-    weights = model.weights()
-    # What all logits have in common changes no probability, but with it 8 bits have little left for anything else.
-    weights["head"] = weights["head"].at[:, 0].set(100)
-    model = Llama(model.config, lambda path, shape: weights[path])
-    prompt = [np.random.default_rng(0).integers(model.config.vocab_size, size=70).tolist()]
-    config = GenerationConfig(draft="quantspec", max_new_tokens=60, num_speculative_tokens=3, ignore_eos=True)
-    draft = quantspec(model)
-    in_loop = lambda draft: dataclasses.replace(draft, step=ViewedModel(quantize_head(draft.step.model), draft.step.view))
-    monkeypatch.setattr(type(draft), "in_loop", in_loop)
-    loop = generate(model, prompt, config=with_draft(config, draft)).stats.draft_acceptance_rate
-    monkeypatch.undo()
-    assert loop < 0.5 * generate(model, prompt, config=with_draft(config, draft)).stats.draft_acceptance_rate
