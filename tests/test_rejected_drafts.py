@@ -19,6 +19,7 @@ from qspec_jax.decoding.sampling import make_sampler
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.draft import Draft, RoundResult, propose_by_steps
 
+pytestmark = pytest.mark.optimized
 NEW = 4
 
 

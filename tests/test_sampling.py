@@ -13,7 +13,7 @@ from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.views import FULL_PRECISION
 from qspec_jax.caches.full import FullCache
 from qspec_jax.decoding import sampling
-from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.config import GenerationConfig, beside_draft
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.sampling import ACCEPT, DRAFT, TARGET, Greedy, draw_keys, make_sampler, prompt_keys
@@ -107,7 +107,8 @@ def test_the_whole_path_on_a_real_cache(draft, tiny):
     # The last of a round's drafts is the middle's own, so that with one of them the small model would have none.
     new, gamma = (4, 2) if "triforce" in draft else (3, 1)
     settings = dict(max_new_tokens=new, group_size=2, num_speculative_tokens=gamma, ignore_eos=True)
-    configs = [GenerationConfig(**settings, **options) for options in samplers for _ in range(each)]
+    # One object each, and for a draft that is given: thousands of configs take longer to check than their rows to decode.
+    configs = [config for options in samplers for config in [beside_draft(GenerationConfig(**settings, **options))] * each]
     if "second model" in draft:
         second = ViewedModel(random_model(jnp.float32, vocab_size=V, spread=0.3, num_hidden_layers=1, seed=3), FULL_PRECISION)
         made = SmallModelDraft(second, 2, 8) if "window" in draft else SmallModelDraft(second)
