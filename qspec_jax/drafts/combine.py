@@ -13,28 +13,17 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 
-from qspec_jax.caches.cache import Cache, Gives, where_rows
-from qspec_jax.drafts.draft import (
-    Draft,
-    DraftSettings,
-    Prompt,
-    Proposal,
-    Round,
-    RoundResult,
-    State,
-    StepwiseDraft,
-    checkpoints_of,
-    needs_of,
-)
+from qspec_jax.caches.cache import Cache, where_rows
+from qspec_jax.drafts.draft import Draft, DraftSettings, Prompt, Proposal, Round, State, StepwiseDraft
+from qspec_jax.drafts.draft_of_two import DraftOfTwo, SettingsOfTwo
 from qspec_jax.models.llama import Llama
-from qspec_jax.models.skipping import Skipped
 from qspec_jax.models.viewed import ViewedModel
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class CombinedDraft(Draft):
-    """In each row and round the draft that foresees more tokens, the first of equals. The state is that of both.
+class CombinedDraft(DraftOfTwo):
+    """In each row and round the draft that foresees more tokens, the first of equals.
 
     Both draw a position's token with the same noise; one of the two is used. The second is not run for rows in which the first one foresees
     all that the round allows.
@@ -42,38 +31,10 @@ class CombinedDraft(Draft):
 
     first: Draft
     second: Draft
-
-    @property
-    def needs(self) -> frozenset[Gives]:
-        return self.first.needs | self.second.needs
-
-    @property
-    def observes(self) -> bool:
-        return self.first.observes or self.second.observes
-
-    @property
-    def prompt_queries(self) -> int:
-        return max(self.first.prompt_queries, self.second.prompt_queries)
-
-    @property
-    def extra_rows(self) -> int:
-        return max(self.first.extra_rows, self.second.extra_rows)
-
-    @property
-    def max_length(self) -> int | None:
-        return min((draft.max_length for draft in (self.first, self.second) if draft.max_length is not None), default=None)
+    PARTS = "first", "second"
 
     def in_turn(self) -> tuple[Draft, ...]:
         return self.first.in_turn() + self.second.in_turn()
-
-    def with_choice(self, choose: Callable[[Draft], Skipped]) -> Self:
-        return CombinedDraft(self.first.with_choice(choose), self.second.with_choice(choose))
-
-    def chosen(self) -> tuple[str, ...]:
-        return self.first.chosen() + self.second.chosen()
-
-    def made_for(self) -> tuple[tuple[str, int], ...]:
-        return self.first.made_for() + self.second.made_for()
 
     def begin(self, prompt: Prompt) -> State:
         return tuple(draft.begin(_asked(prompt, draft.prompt_queries)) for draft in (self.first, self.second))
@@ -90,12 +51,6 @@ class CombinedDraft(Draft):
             Proposal(one.tokens, one.distributions, one.eligible, one_foreseen),
         )
         return picked, (first_state, second_state), cache
-
-    def commit(self, state: State, result: RoundResult, cache: Cache) -> State:
-        return self.first.commit(state[0], result, cache), self.second.commit(state[1], result, cache)
-
-    def in_prefill(self) -> Self:
-        return CombinedDraft(self.first.in_prefill(), self.second.in_prefill())
 
     def in_loop(self) -> Self:
         first = self.first.in_loop()
@@ -124,21 +79,12 @@ def _asked(prompt: Prompt, queries: int) -> Prompt:
 
 
 @dataclasses.dataclass(frozen=True)
-class CombinedSettings:
+class CombinedSettings(SettingsOfTwo):
     """The settings of two drafts."""
 
     first: DraftSettings
     second: DraftSettings
-
-    @property
-    def checkpoints(self) -> tuple[str, ...]:
-        """The checkpoints that the two read besides the target's."""
-        return checkpoints_of(self.first) + checkpoints_of(self.second)
-
-    @property
-    def needs(self) -> frozenset[Gives]:
-        """What the two need of the target's cache."""
-        return needs_of(self.first) | needs_of(self.second)
+    PARTS = "first", "second"
 
     def make(self, model: Llama, int4: Callable[[], Llama]) -> CombinedDraft:
         """The draft of a model. Raises InputError as the two do."""

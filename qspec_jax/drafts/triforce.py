@@ -10,7 +10,6 @@ Source: TriForce (arXiv 2404.11912), sections 4.2 and 4.3, algorithm 1. Its gamm
 
 import dataclasses
 from collections.abc import Callable
-from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -20,84 +19,38 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.attention.support import MAX_TOKENS
 from pallas_kernels.formats.kv_cache import HeldKeys
 from pallas_kernels.formats.views import View
-from qspec_jax.caches.cache import AppendedCache, Cache, Gives, longer
-from qspec_jax.drafts.draft import (
-    Draft,
-    DraftSettings,
-    Prompt,
-    Proposal,
-    Round,
-    RoundResult,
-    State,
-    StepwiseDraft,
-    checkpoints_of,
-    needs_of,
-)
+from qspec_jax.caches.cache import AppendedCache, Cache, longer
+from qspec_jax.drafts.draft import Draft, DraftSettings, Prompt, Proposal, Round, RoundResult, State, StepwiseDraft
+from qspec_jax.drafts.draft_of_two import DraftOfTwo, SettingsOfTwo
 from qspec_jax.drafts.retrieval import RetrievalSettings
 from qspec_jax.drafts.small_model import SmallModelSettings
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
-from qspec_jax.models.skipping import Skipped
 from qspec_jax.settings_text import check_settings, setting
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class TriForceDraft(Draft):
+class TriForceDraft(DraftOfTwo):
     """small: drafts up to gamma1 tokens for the middle at a time; it may use its own state and the emitted tokens, but neither the target's
-    cache nor queries or masses, of which it is given none. middle: verifies them by its steps, each of several tokens. The state is that of
-    both."""
+    cache nor queries or masses, of which it is given none. middle: verifies them by its steps, each of several tokens."""
 
     small: Draft
     middle: StepwiseDraft
     gamma1: int = dataclasses.field(default=2, metadata={"static": True})
 
+    PARTS = "small", "middle"
     verifies = True
-
-    @property
-    def needs(self) -> frozenset[Gives]:
-        return self.middle.needs  # the small model needs nothing of the target's cache
-
-    @property
-    def observes(self) -> bool:
-        return self.middle.observes
-
-    @property
-    def prompt_queries(self) -> int:
-        return self.middle.prompt_queries
-
-    @property
-    def extra_rows(self) -> int:
-        # None for its own blocks: see `at_once`.
-        return self.middle.extra_rows
-
-    @property
-    def max_length(self) -> int | None:
-        return min((draft.max_length for draft in (self.small, self.middle) if draft.max_length is not None), default=None)
 
     def at_once(self, gamma: int) -> int:
         """How many tokens the small model drafts at a time in rounds of gamma.
 
         One of a round's drafts at least is the middle's own token, so it never needs more than gamma - 1. A round's drafts end before row
         2G of the target's buffer, or before its capacity, and after these it has gamma + 1 rows. So a block of the middle has room there,
-        of at most gamma tokens (2 with gamma 1), wherever it begins. A cache of the middle's own has no such end: see `begin`.
+        of at most gamma tokens (2 with gamma 1), wherever it begins, and `extra_rows` counts none for it. A cache of the middle's own has
+        no such end: see `begin`.
         """
         return max(1, min(self.gamma1, gamma - 1))
-
-    def with_choice(self, choose: Callable[[Draft], Skipped]) -> Self:
-        return dataclasses.replace(self, small=self.small.with_choice(choose), middle=self.middle.with_choice(choose))
-
-    def chosen(self) -> tuple[str, ...]:
-        return self.small.chosen() + self.middle.chosen()
-
-    def in_prefill(self) -> Self:
-        return dataclasses.replace(self, small=self.small.in_prefill(), middle=self.middle.in_prefill())
-
-    def in_loop(self) -> Self:
-        return dataclasses.replace(self, small=self.small.in_loop(), middle=self.middle.in_loop())
-
-    def made_for(self) -> tuple[tuple[str, int], ...]:
-        return self.small.made_for() + self.middle.made_for()
 
     def begin(self, prompt: Prompt) -> State:
         # A block that begins with the round's last draft, or after it in a row that waits for others, extends beyond the round.
@@ -152,9 +105,6 @@ class TriForceDraft(Draft):
         kind = jax.eval_shape(current.distributions, logits, none[:, :0])
         return none, jnp.zeros((*none.shape, kind.shape[2]), kind.dtype)
 
-    def commit(self, state: State, result: RoundResult, cache: Cache) -> State:
-        return self.small.commit(state[0], result, cache), self.middle.commit(state[1], result, cache)
-
     def read_in_round(self, state: State, cache: Cache) -> tuple[View | HeldKeys, ...] | None:
         return self.middle.read_in_round(state[1], cache)
 
@@ -163,7 +113,7 @@ RETRIEVAL = RetrievalSettings()
 
 
 @dataclasses.dataclass(frozen=True)
-class TriForceSettings:
+class TriForceSettings(SettingsOfTwo):
     """The small model reads the first tokens and the most recent ones, see `SmallModelSettings`. The middle is any draft that only makes
     steps of a model (`StepwiseDraft`): retrieval, streaming-llm, snapkv, sparse, quantspec, ..."""
 
@@ -178,6 +128,7 @@ class TriForceSettings:
     )
     sinks: int = setting(16, "How many of the first tokens the small model reads.", minimum=0)
     window: int = setting(240, "How many of the most recent tokens the small model reads.", minimum=1)
+    PARTS = "small", "middle"
 
     def __post_init__(self):
         if not self.model:
@@ -188,16 +139,6 @@ class TriForceSettings:
     def small(self) -> SmallModelSettings:
         """The settings of the small model."""
         return SmallModelSettings(self.model, reads="window", sinks=self.sinks, window=self.window)
-
-    @property
-    def checkpoints(self) -> tuple[str, ...]:
-        """The checkpoints that it reads besides the target's."""
-        return self.small.checkpoints + checkpoints_of(self.middle)
-
-    @property
-    def needs(self) -> frozenset[Gives]:
-        """What the middle needs of the target's cache; the small model needs nothing."""
-        return needs_of(self.middle)
 
     def make(self, model: Llama, int4: Callable[[], Llama]) -> TriForceDraft:
         """The draft of a model. Raises InputError as the small model's settings and the middle's do, and for a middle that does more than

@@ -1,0 +1,88 @@
+"""The base of drafts that are made of two others, and of their settings."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import ClassVar, Self
+
+from qspec_jax.caches.cache import Cache, Gives
+from qspec_jax.drafts.draft import Draft, DraftSettings, RoundResult, State, checkpoints_of, needs_of
+from qspec_jax.models.skipping import Skipped
+
+
+class DraftOfTwo(Draft):
+    """A draft that is made of two others: it needs what both need, and its state is that of both.
+
+    Attributes:
+        PARTS: the names of the fields that are the two drafts.
+    """
+
+    PARTS: ClassVar[tuple[str, str]]
+
+    @property
+    def parts(self) -> tuple[Draft, ...]:
+        return tuple(getattr(self, name) for name in self.PARTS)
+
+    def _changed(self, change: Callable[[Draft], Draft]) -> Self:
+        return dataclasses.replace(self, **{name: change(getattr(self, name)) for name in self.PARTS})
+
+    @property
+    def needs(self) -> frozenset[Gives]:
+        return frozenset().union(*(part.needs for part in self.parts))
+
+    @property
+    def observes(self) -> bool:
+        return any(part.observes for part in self.parts)
+
+    @property
+    def prompt_queries(self) -> int:
+        return max(part.prompt_queries for part in self.parts)
+
+    @property
+    def extra_rows(self) -> int:
+        return max(part.extra_rows for part in self.parts)
+
+    @property
+    def max_length(self) -> int | None:
+        return min((part.max_length for part in self.parts if part.max_length is not None), default=None)
+
+    def with_choice(self, choose: Callable[[Draft], Skipped]) -> Self:
+        return self._changed(lambda part: part.with_choice(choose))
+
+    def chosen(self) -> tuple[str, ...]:
+        return sum((part.chosen() for part in self.parts), ())
+
+    def made_for(self) -> tuple[tuple[str, int], ...]:
+        return sum((part.made_for() for part in self.parts), ())
+
+    def commit(self, state: State, result: RoundResult, cache: Cache) -> State:
+        return tuple(part.commit(own, result, cache) for part, own in zip(self.parts, state, strict=True))
+
+    def in_prefill(self) -> Self:
+        return self._changed(lambda part: part.in_prefill())
+
+    def in_loop(self) -> Self:
+        return self._changed(lambda part: part.in_loop())
+
+
+class SettingsOfTwo:
+    """The settings of a draft that is made of two others.
+
+    Attributes:
+        PARTS: the names of the attributes that are the settings of the two.
+    """
+
+    PARTS: ClassVar[tuple[str, str]]
+
+    @property
+    def parts(self) -> tuple[DraftSettings, ...]:
+        return tuple(getattr(self, name) for name in self.PARTS)
+
+    @property
+    def checkpoints(self) -> tuple[str, ...]:
+        """The checkpoints that the two read besides the target's."""
+        return sum(map(checkpoints_of, self.parts), ())
+
+    @property
+    def needs(self) -> frozenset[Gives]:
+        """What the two need of the target's cache."""
+        return frozenset().union(*map(needs_of, self.parts))
