@@ -304,8 +304,8 @@ def decoded_batches(small_model):
         patch.setattr(decode._Measured, "_decoded", recorded)
         patch.setattr(timing, "LOOP_TRIPS", (2, 2))
         patch.setattr(timing, "BATCH_SECONDS", 1e-3)
-        settings = dict(batch_sizes=(1, 4), rate=0.5, bandwidth=decode.Bandwidth(20.0), repeats=1)
-        rows = decode.measure(small_model, lambda: small_model, cases, [list(range(100))], 100, **settings)
+        settings = decode.Settings(100, rate=0.5, bandwidth=decode.Bandwidth(20.0), repeats=1)
+        rows = decode.measure(small_model, lambda: small_model, cases, [list(range(100))], settings, batch_sizes=(1, 4))
         return list(zip(decode_rows.compared(list(rows)), states, strict=True))
 
 
@@ -361,13 +361,13 @@ def test_peak_memory_counts_the_making_of_a_batch(monkeypatch, model):
 
 
 def test_more_rows_than_did_not_fit_are_skipped_and_not_compiled(monkeypatch, model):
-    began = []
+    tried = []
 
     class Fails:
         """Autoregressive decoding has room for 1 row, which it finds out when it runs; with an int8 cache for 4, found out before."""
 
-        def __init__(self, model, draft, case, prompts, max_new_tokens, pool, *, batch_size, **settings):
-            began.append((case.method.name, batch_size))
+        def __init__(self, model, draft, case, prompts, settings, pool, batch_size, began):
+            tried.append((case.method.name, batch_size))
             self.name, self.batch_size = case.method.name, batch_size
             if (self.name, batch_size) == ("autoregressive-int8", 16):
                 raise jax.errors.JaxRuntimeError("INTERNAL: CUDA_ERROR_OUT_OF_MEMORY: out of memory")
@@ -382,7 +382,7 @@ def test_more_rows_than_did_not_fit_are_skipped_and_not_compiled(monkeypatch, mo
     monkeypatch.setattr(decode, "_Measured", Fails)
     names = ["autoregressive", "autoregressive-int8", "quantspec-kv-only"]
     cases = [decode_rows.Case(decode_rows.METHODS[name], 0) for name in names]
-    found = list(decode.measure(model, lambda: model, cases, [[1, 2, 3]], 32, batch_sizes=(1, 4, 16, 64)))
+    found = list(decode.measure(model, lambda: model, cases, [[1, 2, 3]], decode.Settings(32), batch_sizes=(1, 4, 16, 64)))
     assert [(row.method, row.batch_size) for row in found] == [(name, size) for size in (1, 4, 16, 64) for name in names]
     outcome = {(row.method, row.batch_size): (row.status, row.note) for row in found}
     assert [outcome[names[0], size] for size in (1, 4, 16, 64)] == [
@@ -394,7 +394,7 @@ def test_more_rows_than_did_not_fit_are_skipped_and_not_compiled(monkeypatch, mo
     assert [outcome[names[1], size][0] for size in (1, 4, 16, 64)] == ["measured", "measured", "failed", "skipped"]
     # What fails for another reason may not fail with more rows.
     assert [outcome[names[2], size] for size in (1, 4, 16, 64)] == [("failed", "ValueError: no kernel")] * 4
-    assert began == [(name, size) for size in (1, 4, 16, 64) for name in names if outcome[name, size][0] != "skipped"]
+    assert tried == [(name, size) for size in (1, 4, 16, 64) for name in names if outcome[name, size][0] != "skipped"]
 
 
 def test_batches_in_table_plot_and_json(run, monkeypatch, tmp_path):
@@ -515,7 +515,8 @@ def test_a_step_that_cannot_be_compiled_is_one_row_and_keeps_nothing(one_layer, 
     monkeypatch.setattr(decode_steps, "loop_trips", lambda seconds: 2)
     cases = [decode_rows.Case(decode_rows.METHODS[name], gamma) for name, gamma in (("quantspec-kv-only", 3), ("autoregressive", 0))]
     held = lambda: sum(array.nbytes for array in jax.live_arrays())
-    rows = decode.measure(model, lambda int4: model, cases, [[1] * 500], 32, bandwidth=decode.Bandwidth(20.0), repeats=1)
+    settings = decode.Settings(32, bandwidth=decode.Bandwidth(20.0), repeats=1)
+    rows = decode.measure(model, lambda int4: model, cases, [[1] * 500], settings)
     gc.disable()
     try:
         before = held()
@@ -691,10 +692,10 @@ def test_a_simulation_says_so(run, monkeypatch, tmp_path, caplog):
         "sampling": decode_rows.StepTiming(timed, 0, 0.0)
     }
 
-    def measured(model, drafts, cases, prompts, *args, rate, **settings):
+    def measured(model, drafts, cases, prompts, settings, **others):
         figures = dict(prefill_s=0.1, compile_s=2.0, decode_s=0.5, new_tokens=100, rounds=40, flushes=2, acceptance_ratio=0.8)
         figures |= dict(tokens_per_second=200.0, ms_per_token=5.0, cache_bytes=1000, peak_memory_bytes=2000, steps=steps)
-        simulated = dict(simulated_rate=rate, simulated_ratio=ratio_of_rate(rate, 3))
+        simulated = dict(simulated_rate=settings.rate, simulated_ratio=ratio_of_rate(settings.rate, 3))
         return [decode_rows.DecodeRow(case.method.name, len(prompts[0]), case.gamma, "measured", **simulated, **figures) for case in cases]
 
     monkeypatch.setattr(decode, "measure", measured)

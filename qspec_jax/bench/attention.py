@@ -21,10 +21,10 @@ from pallas_kernels.rope_append import rotate_and_append
 from qspec_jax import plots
 from qspec_jax.bench import kernels
 from qspec_jax.bench.attention_shapes import LARGE, TINY, AttentionShape, bytes_read, random_problem, random_projections, random_view
-from qspec_jax.bench.kernels import KernelReport, KernelRow
+from qspec_jax.bench.kernels import Figures, KernelReport, KernelRow
 from qspec_jax.bench.peers import PEERS, Unavailable
 from qspec_jax.bench.timing import Timing, input_count, time_in_place, time_jax
-from qspec_jax.errors import InputError, named
+from qspec_jax.errors import InputError
 
 # Tokens in a row of the shortened shape that errors are measured on: the float32 reference is slow.
 ERROR_TOKENS = 4096
@@ -44,7 +44,6 @@ class AttentionReport(KernelReport):
 
         Panels with a single context are left out where another has more.
         """
-        from matplotlib.figure import Figure
         from matplotlib.ticker import LogLocator
 
         panels = defaultdict(lambda: defaultdict(dict))
@@ -58,9 +57,9 @@ class AttentionReport(KernelReport):
                     line[shape.context[0]] = min(row.timing.median_us, line.get(shape.context[0], float("inf")))
         several = {key: lines for key, lines in panels.items() if any(len(line) > 1 for line in lines.values())}
         panels = several or panels
-        figure = Figure(figsize=(5.5 * len(panels), 4.5), layout="constrained")
+        figure, of_panels = plots.panels((5.5 * len(panels), 4.5), len(panels))
         styles = {"INT4": "o-", "INT8": "s-", "bf16": "^-", "fastest bf16 peer": "x--"}
-        for axes, ((tokens, heads, kv_heads, head_dim), lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items()):
+        for axes, ((tokens, heads, kv_heads, head_dim), lines) in zip(of_panels, panels.items()):
             for label, style in styles.items():
                 if line := sorted(lines.get(label, {}).items()):
                     ours = label if "peer" in label else f"qspec-jax, {label}"
@@ -147,27 +146,27 @@ def measure(shape: AttentionShape, implementation: str, *, config=None, repeats:
         repeats: timed batches.
         error_tokens: the most tokens in a row of the shape that the error, against the reference, is found with.
     """
-    row = functools.partial(KernelRow, shape.name, implementation, False, bytes=bytes_read(shape))
-    try:
+
+    def figures() -> Figures:
         if reason := unsupported(shape, implementation):
-            return row("unavailable", reason)
+            raise Unavailable(reason)
         if shape.append:
-            function = _append_and_attend(implementation, config)
+            function = _by(implementation, append_attend.append_and_attend, "append_attend", config)
             error = appended_error(function, _unnamed(shape.shortened(error_tokens)))
-            return row("measured", "", timing=time_appended(function, _unnamed(shape), repeats=repeats), relative_error=error)
+            return Figures(time_appended(function, _unnamed(shape), repeats=repeats), error)
         attend = _attend(implementation, config)
         error = _error(implementation, _unnamed(shape.shortened(error_tokens)), config)
         problems = _problems(_unnamed(shape))
         timing = time_jax(attend, problems[0][0], [problem[1:] for problem in problems], repeats=repeats, size=bytes_read(shape))
-    except Exception as error:  # one row of many
-        return row("failed", named(error))
-    return row("measured", "", timing=timing, relative_error=error)
+        return Figures(timing, error)
+
+    return kernels.measured(shape.name, implementation, bytes_read(shape), figures)
 
 
 def measure_peer(shape: AttentionShape, name: str, *, repeats: int = 20) -> KernelRow:
     """Measures one peer on a shape with a bfloat16 cache. Its error is None where it is run without a mask that it would need."""
-    row = functools.partial(KernelRow, shape.name, name, True, bytes=bytes_read(shape))
-    try:
+
+    def figures() -> Figures:
         peer = PEERS[name](shape)
         error = _peer_error(name, _unnamed(shape.shortened(ERROR_TOKENS))) if peer.exact else None
         query, inputs = None, []
@@ -176,12 +175,9 @@ def measure_peer(shape: AttentionShape, name: str, *, repeats: int = 20) -> Kern
             query, *cache = peer.convert(q, layer.keys, layer.values)
             inputs.append(tuple(cache))
             del q, layer, cache
-        timing = peer.time(query, inputs, repeats=repeats)
-    except Unavailable as reason:
-        return row("unavailable", str(reason))
-    except Exception as error:  # one row of many
-        return row("failed", named(error))
-    return row("measured", peer.note, timing=timing, relative_error=error)
+        return Figures(peer.time(query, inputs, repeats=repeats), error, peer.note)
+
+    return kernels.measured(shape.name, name, bytes_read(shape), figures, peer=True)
 
 
 def unsupported(shape: AttentionShape, implementation: str) -> str | None:
@@ -211,21 +207,17 @@ def _problems(shape: AttentionShape) -> list[tuple[Array, HierarchicalLayer | Fu
 
 def _attend(implementation: str, config=None):
     """A function (q, layer, lengths, view) of what is attended to, which waits for the attention mass where that is observed."""
-    if config is None:
-        call = functools.partial(decode_attention, implementation=implementation)
-    else:
-        module = importlib.import_module(f"pallas_kernels.attention.{implementation}")
-        call = lambda *args: module.decode_attention(*args, config=config)
+    call = _by(implementation, decode_attention, "attention", config)
     # Without the barrier XLA would leave out what is made of the mass and not used.
     return lambda *args: jax.lax.optimization_barrier(call(*args))[0]
 
 
-def _append_and_attend(implementation: str, config=None) -> Callable:
-    """`append_and_attend` by that implementation, perhaps with a configuration of its own."""
+def _by(implementation: str, function: Callable, kernel: str, config=None) -> Callable:
+    """A function of kernels by that implementation of this kernel, perhaps with a configuration of its own."""
     if config is None:
-        return functools.partial(append_attend.append_and_attend, implementation=implementation)
-    module = importlib.import_module(f"pallas_kernels.append_attend.{implementation}")
-    return lambda *args: module.append_and_attend(*args, config=config)
+        return functools.partial(function, implementation=implementation)
+    module = importlib.import_module(f"pallas_kernels.{kernel}.{implementation}")
+    return functools.partial(getattr(module, function.__name__), config=config)
 
 
 def time_appended(function: Callable, shape: AttentionShape, *, repeats: int) -> Timing:

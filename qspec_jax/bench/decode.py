@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qspec_jax.bench.decode_report import DecodeReport
-from qspec_jax.bench.decode_rows import Case, DecodeMethod, DecodeRow, compared
+from qspec_jax.bench.decode_rows import Case, DecodeMethod, DecodeRow, attempt, compared
 from qspec_jax.bench.decode_steps import StepsOfRound
 from qspec_jax.bench.hlo import large_operations
 from qspec_jax.bench.simulated import SimulatedGreedy, ratio_of_rate
@@ -38,7 +38,7 @@ from qspec_jax.decoding.state import UNLIMITED, Counts, DecodeState
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.registry import NONE, make_draft
 from qspec_jax.drafts.step_bytes import bytes_of, devices_of
-from qspec_jax.errors import DraftRoomError, HostMemoryError, InputError, is_out_of_memory, named
+from qspec_jax.errors import InputError, is_out_of_memory, named
 from qspec_jax.evaluate.acceptance import repeated_ngrams
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
@@ -49,6 +49,27 @@ log = logging.getLogger(__name__)
 LONG_PREFILL_S = 20.0  # a first prefill that takes longer is not repeated: what warming up adds to it is negligible
 
 
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How each case is measured.
+
+    Attributes:
+        max_new_tokens: tokens that each decode adds.
+        rate: simulated acceptance of each draft, given those before it; None: drafts are verified.
+        inner_rate: simulated acceptance of the level below, in a draft that itself verifies; None: the same.
+        seed: of the random draws.
+        bandwidth: with which the steps are measured too; None: whole decodes alone.
+        repeats: timed batches of each step.
+    """
+
+    max_new_tokens: int
+    rate: float | None = None
+    inner_rate: float | None = None
+    seed: int = 0
+    bandwidth: Bandwidth | None = None
+    repeats: int = 20
+
+
 def run(
     name: str,
     model: Llama,
@@ -56,14 +77,11 @@ def run(
     contexts: Sequence[int],
     methods: Sequence[DecodeMethod],
     gammas: Sequence[int],
+    settings: Settings,
     *,
-    max_new_tokens: int,
     rates: Mapping[int, float] | None,
-    inner_rate: float | None = None,
     batch_sizes: Sequence[int] = (1,),
     beside: Sequence[DecodeRow] = (),
-    repeats: int = 20,
-    seed: int = 0,
     progress: bool | None = None,
 ) -> DecodeReport:
     """Measures every method at every context and batch size, those that draft with each gamma, greedy, on random prompts.
@@ -77,13 +95,10 @@ def run(
         contexts: tokens of the prompts.
         methods: to measure.
         gammas: numbers of drafts a round.
-        max_new_tokens: tokens that each decode adds.
+        settings: their rate is replaced by that of the context, and their bandwidth by the one that is measured.
         rates: simulated acceptance at each context; None: drafts are verified.
-        inner_rate: simulated acceptance of the level below, in a draft that itself verifies; None: the same.
         batch_sizes: rows decoded together, ascending.
         beside: rows of other programs, to compare with.
-        repeats: timed batches of each step.
-        seed: of the random draws.
         progress: see `reports.progress_bar`.
     """
     rows = []
@@ -91,14 +106,14 @@ def run(
     with progress_bar(total=1 + len(contexts) * len(batch_sizes) * len(cases), progress=progress) as bar:
         bar.set_description("read bandwidth")
         copies = any(CacheConfig.parse(method.cache).in_host_memory for method in methods)
-        bandwidth = Bandwidth(read_bandwidth(repeats=repeats), copy_bandwidth(repeats=repeats) if copies else None)
+        bandwidth = Bandwidth(read_bandwidth(repeats=settings.repeats), copy_bandwidth(repeats=settings.repeats) if copies else None)
         bar.update()
         for context in contexts:
-            prompt = jax.random.randint(jax.random.key(seed), (1, bucket(context)), 0, model.config.vocab_size)[:, :context]
+            prompt = jax.random.randint(jax.random.key(settings.seed), (1, bucket(context)), 0, model.config.vocab_size)[:, :context]
             bar.set_description(f"{context:,} tokens: compiling")
             found = []
-            settings = dict(rate=rates[context] if rates else None, inner_rate=inner_rate, seed=seed, bandwidth=bandwidth, repeats=repeats)
-            for row in measure(model, int4, cases, prompt.tolist(), max_new_tokens, batch_sizes=batch_sizes, **settings):
+            settings = dataclasses.replace(settings, rate=rates[context] if rates else None, bandwidth=bandwidth)
+            for row in measure(model, int4, cases, prompt.tolist(), settings, batch_sizes=batch_sizes):
                 found.append(row)
                 if progress is not False:
                     _log_row(row)
@@ -110,7 +125,7 @@ def run(
         read_bandwidth_gb_per_s=bandwidth.read,
         copy_bandwidth_gb_per_s=bandwidth.copy,
         model=name,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=settings.max_new_tokens,
         rows=rows,
         devices=devices_of(model),
         allocated_bytes=_peak_allocated_bytes(),
@@ -134,37 +149,30 @@ def measure(
     int4: Callable[[], Llama],
     cases: Sequence[Case],
     prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
+    settings: Settings,
     *,
     batch_sizes: Sequence[int] = (1,),
-    rate: float | None = None,
-    inner_rate: float | None = None,
-    seed: int = 0,
-    bandwidth: Bandwidth | None = None,
-    repeats: int = 20,
 ) -> Iterator[DecodeRow]:
     """Measures each case with each batch size after these prompts of one length, and yields its row; a case that fails, for lack of memory
     for example, gets a row too.
 
     First the drafts are made, which all stay; then, for one batch size after the other, all programs are compiled, side by side.
     batch_sizes: ascending; a prompt is read once and its row repeated. Where a case does not fit the memory, it is skipped with more rows.
-    rate, inner_rate: simulated acceptance, see `run`; None verifies for real. bandwidth: with which the steps are measured too,
-    `repeats` times. Raises InputError for an inner rate that no draft uses.
+    Raises InputError for an inner rate that no draft uses.
     """
 
     def make(case: Case) -> Draft | None:
         draft = make_draft(case.method.draft, model, int4=int4)
-        config = dataclasses.replace(case.config(max_new_tokens), draft=draft or NONE)
-        return jax.block_until_ready(prepare(model, prompts, config=config, key=key_of(seed)).draft)
+        config = dataclasses.replace(case.config(settings.max_new_tokens), draft=draft or NONE)
+        return jax.block_until_ready(prepare(model, prompts, config=config, key=key_of(settings.seed)).draft)
 
-    made = [(case, _attempt(make, case)) for case in cases]
-    if inner_rate is not None and not any(isinstance(draft, Exception) or _verifies(draft) for _, draft in made):
+    made = [(case, attempt(make, case)) for case in cases]
+    if settings.inner_rate is not None and not any(isinstance(draft, Exception) or _verifies(draft) for _, draft in made):
         raise InputError("an inner rate of acceptance is for drafts that themselves verify, such as triforce; none of these does")
     too_many: dict[Case, int] = {}  # the batch size with which a case did not fit
     for batch_size in batch_sizes:
         fitting = [(case, draft) for case, draft in made if case not in too_many]
-        settings = dict(batch_size=batch_size, rate=rate, inner_rate=inner_rate, seed=seed, bandwidth=bandwidth, repeats=repeats)
-        results = _results(model, fitting, prompts, max_new_tokens, **settings)
+        results = _results(model, fitting, prompts, settings, batch_size)
         for case in cases:
             without_figures = functools.partial(
                 DecodeRow, case.method.name, len(prompts[0]), case.gamma, temperature=case.temperature, batch_size=batch_size
@@ -188,30 +196,24 @@ def _results(
     model: Llama,
     made: Sequence[tuple[Case, Draft | Exception | None]],
     prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    *,
+    settings: Settings,
     batch_size: int,
-    rate: float | None,
-    inner_rate: float | None,
-    seed: int,
-    bandwidth: Bandwidth | None,
-    repeats: int,
 ) -> Iterator[DecodeRow | Exception]:
     """The row of each case with its draft, or why there is none; see `measure`."""
-    settings = dict(batch_size=batch_size, rate=rate, inner_rate=inner_rate, seed=seed, began=time.perf_counter())
+    began = time.perf_counter()
     pool = ThreadPoolExecutor()
     try:
         begun: list[_Measured | StreamedStep | Exception] = []
         for case, draft in made:
             if isinstance(draft, Exception):
                 begun.append(draft)
-            elif bandwidth and (alone := StreamedStep.needed(model, case, len(prompts[0]), max_new_tokens, batch_size)):
+            elif settings.bandwidth and (alone := StreamedStep.needed(model, case, len(prompts[0]), settings.max_new_tokens, batch_size)):
                 begun.append(alone)
             else:
-                begun.append(_attempt(_Measured, model, draft, case, prompts, max_new_tokens, pool, **settings))
-        if bandwidth is not None:  # after the programs that take longest to compile
+                begun.append(attempt(_Measured, model, draft, case, prompts, settings, pool, batch_size, began))
+        if settings.bandwidth is not None:  # after the programs that take longest to compile
             loops = functools.cache(loop)  # which methods share
-            begun = [_attempt(one.with_steps, pool, bandwidth, loops) if isinstance(one, _Measured) else one for one in begun]
+            begun = [attempt(one.with_steps, pool, settings.bandwidth, loops) if isinstance(one, _Measured) else one for one in begun]
             del loops  # or no program of a step would be freed before the last row
         pool.shutdown()
     except BaseException:  # such as an interrupt
@@ -219,19 +221,7 @@ def _results(
         raise
     while begun:
         measured = begun.pop(0)
-        yield measured if isinstance(measured, Exception) else _attempt(measured.row, bandwidth, repeats)
-
-
-def _attempt(function: Callable, *args, **settings):
-    """Calls a function and returns its result, or the exception that it raised."""
-    try:
-        return function(*args, **settings)
-    except (HostMemoryError, DraftRoomError) as error:  # one row of many, as where the device's memory is too small
-        return error.with_traceback(None)
-    except InputError:  # a draft's settings that do not fit the model, for one
-        raise
-    except Exception as error:
-        return error.with_traceback(None)  # whose frames would keep what they had made
+        yield measured if isinstance(measured, Exception) else attempt(measured.row, settings.bandwidth, settings.repeats)
 
 
 class _Measured:
@@ -244,22 +234,18 @@ class _Measured:
         draft: Draft | None,
         case: Case,
         prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
+        settings: Settings,
         pool: Executor,
-        *,
         batch_size: int,
-        rate: float | None,
-        inner_rate: float | None,
-        seed: int,
         began: float,
     ):
         self.batch_size = batch_size
         self.devices = devices_of(model)
         self.model, self.method, self.gamma, self.context = model, case.method, case.gamma, len(prompts[0])
-        self.config = case.config(max_new_tokens)
+        self.config = case.config(settings.max_new_tokens)
         self.fed = 1 if self.config.cache_config.guesses else case.gamma  # tokens of a pass besides the pending one
-        self.rate = rate if case.method.speculative else None
-        self.inner_rate = inner_rate if self.rate is not None and _verifies(draft) else None
+        self.rate = settings.rate if case.method.speculative else None
+        self.inner_rate = settings.inner_rate if self.rate is not None and _verifies(draft) else None
 
         def simulated():
             return SimulatedGreedy(*(None if each is None else jnp.float32(each) for each in (self.rate, self.inner_rate)))
@@ -269,7 +255,7 @@ class _Measured:
         self.engine = Engine.for_configs(model, draft, [self.config], prompt_tokens=self.context)
         if batch_size > 1:  # rows that the prompt's is repeated for
             self.engine.settle_for(batch_size)
-        self.keys = prompt_keys(jax.random.key(seed), len(prompts))
+        self.keys = prompt_keys(jax.random.key(settings.seed), len(prompts))
         self.prefills = [
             self.engine.prefill_of([list(prompt)], self.sampler, self.keys[i : i + 1], self.limits) for i, prompt in enumerate(prompts)
         ]

@@ -3,6 +3,7 @@
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -73,8 +74,6 @@ class DecodeReport(Run):
 
         Raises InputError if nothing was measured.
         """
-        from matplotlib.figure import Figure
-
         rows = [row for row in self.rows if row.status == "measured"]
         if not rows:
             raise InputError("--plot: nothing was measured")
@@ -88,11 +87,7 @@ class DecodeReport(Run):
         names = [*METHODS, *sorted(lines.keys() - METHODS.keys())]
         lines = {name: (f"C{number}", lines[name]) for number, name in enumerate(names) if name in lines}
         batch_sizes = sorted({row.batch_size for row in rows})
-        figure = Figure(layout="constrained")
-        if len(batch_sizes) > 1:
-            _plot_batches(figure, lines)
-        else:
-            _plot_contexts(figure, lines)
+        figure = (_plot_batches if len(batch_sizes) > 1 else _plot_contexts)(lines)
         for axes in figure.axes:
             if axes.get_legend_handles_labels()[0]:
                 axes.legend(fontsize=8)
@@ -188,11 +183,10 @@ def _gigabytes(size: int) -> str:
     return f"{size / 1e9:.{max(2, 11 - len(str(size))) if size else 2}f}"
 
 
-def _plot_contexts(figure, lines: Mapping[str, tuple[str, list[DecodeRow]]]) -> None:
+def _plot_contexts(lines: Mapping[str, tuple[str, list[DecodeRow]]]) -> Any:
     """Three panels against context. lines: each method's color and its rows, by context."""
     contexts = sorted({row.context for _, rows in lines.values() for row in rows})
-    figure.set_size_inches(15, 4.5)
-    speed, time, memory = figure.subplots(1, 3)
+    figure, (speed, time, memory) = plots.panels((15, 4.5), 3)
     for axes in (speed, memory):
         plots.context_axis(axes, contexts)
     for name, (color, found) in lines.items():
@@ -212,13 +206,14 @@ def _plot_contexts(figure, lines: Mapping[str, tuple[str, list[DecodeRow]]]) -> 
         time.bar([f"{row.context:,}\n{row.gamma} drafts" for row in rounds], heights, bottom=bottom, label=step)
         bottom = [a + b for a, b in zip(bottom, heights)]
     time.set(xlabel="context (tokens)", ylabel="ms", title="A round of quantspec")
+    return figure
 
 
-def _plot_batches(figure, lines: Mapping[str, tuple[str, list[DecodeRow]]]) -> None:
+def _plot_batches(lines: Mapping[str, tuple[str, list[DecodeRow]]]) -> Any:
     """A panel for each context, against the rows of a batch. lines: each method's color and its rows, by batch size within a context."""
     contexts = sorted({row.context for _, rows in lines.values() for row in rows})
-    figure.set_size_inches(5 * len(contexts) + 1, 4.5)
-    for axes, context in zip(figure.subplots(1, len(contexts), squeeze=False)[0], contexts):
+    figure, of_contexts = plots.panels((5 * len(contexts) + 1, 4.5), len(contexts))
+    for axes, context in zip(of_contexts, contexts):
         for name, (color, rows) in lines.items():
             found = [row for row in rows if row.context == context]
             if not found:
@@ -232,3 +227,4 @@ def _plot_batches(figure, lines: Mapping[str, tuple[str, list[DecodeRow]]]) -> N
         axes.minorticks_off()
         axes.set(xlabel="rows", ylabel="tokens/s of all rows", ylim=(0, None), title=f"{context:,} tokens (dotted: by the bytes alone)")
         axes.grid(alpha=0.3)
+    return figure

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from pallas_kernels.attention.support import MAX_TOKENS
@@ -11,7 +11,7 @@ from qspec_jax.bench.timing import Timing
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.config import AUTOREGRESSIVE, GenerationConfig, fitting
 from qspec_jax.drafts.registry import NONE, parse_draft
-from qspec_jax.errors import InputError
+from qspec_jax.errors import DraftRoomError, HostMemoryError, InputError
 
 log = logging.getLogger(__name__)
 
@@ -234,6 +234,21 @@ def check_gamma(gamma: int) -> None:
     """Raises InputError for more drafts than the kernels verify at once."""
     if not 1 <= gamma < MAX_TOKENS:
         raise InputError(f"--gamma {gamma} should be from 1 to {MAX_TOKENS - 1}, which is what the kernels verify at once")
+
+
+def attempt(function: Callable, *args):
+    """Calls a function for one row of many, and returns its result, or the exception that it raised.
+
+    Raises InputError for a mistake that is not of this row alone.
+    """
+    try:
+        return function(*args)
+    except (HostMemoryError, DraftRoomError) as error:  # one row of many, as where the device's memory is too small
+        return error.with_traceback(None)
+    except InputError:  # a draft's settings that do not fit the model, for one
+        raise
+    except Exception as error:
+        return error.with_traceback(None)  # whose frames would keep what they had made
 
 
 def compared(rows: Sequence[DecodeRow]) -> list[DecodeRow]:

@@ -8,21 +8,22 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+from jaxtyping import Array, Key
 from rich.console import RenderableType
 from rich.text import Text
 
 from qspec_jax import plots
 from qspec_jax.bench import decode
-from qspec_jax.bench.decode_rows import Case, DecodeMethod, DecodeRow, compared
+from qspec_jax.bench.decode_rows import Case, DecodeMethod, DecodeRow, attempt, compared
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.prepare import prepare
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.int4 import int4_model
 from qspec_jax.drafts.registry import USUAL, make_draft
-from qspec_jax.errors import DraftRoomError, InputError, named
+from qspec_jax.errors import InputError, named
 from qspec_jax.evaluate import acceptance
 from qspec_jax.evaluate.acceptance import Acceptance, with_error
 from qspec_jax.evaluate.texts import cut
@@ -32,7 +33,6 @@ from qspec_jax.reports import Run, formatted, grid, page, progress_bar, this_run
 log = logging.getLogger(__name__)
 
 MARKERS = "osv^D"
-Key = tuple[int, float, str, int]  # context, temperature, draft, gamma
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,12 +80,12 @@ class EndToEndReport(Run):
             rates = None if walk is None else walk.acceptance
             walked = formatted(rates.acceptance_rate, ".3f") if rates else "-" if walk is None else walk.status
             given = with_error(rates.conditional_rate, rates.conditional_error) if rates else "-"
-            if row.status != "measured":
-                found.add_row(*name, row.status, *["-"] * 4, walked, given, *["-"] * 3)
-                continue
-            figures = [f"{row.tokens_per_second:,.1f}", f"{row.ms_per_token:,.2f}", formatted(row.speedup, ".2f", "x")]
-            figures += [formatted(row.acceptance_ratio, ".3f"), f"{row.repeated_ngrams:.1%}", walked, given]
-            found.add_row(*name, *figures, f"{row.prefill_s:.2f}", f"{row.compile_s:.1f}", f"{row.cache_bytes / 1e9:.2f}")
+            speed = formatted(row.tokens_per_second, ",.1f") if row.status == "measured" else row.status
+            figures = [speed, formatted(row.ms_per_token, ",.2f"), formatted(row.speedup, ".2f", "x")]
+            figures += [formatted(row.acceptance_ratio, ".3f"), formatted(row.repeated_ngrams, ".1%"), walked, given]
+            gigabytes = row.cache_bytes and row.cache_bytes / 1e9
+            costs = formatted(row.prefill_s, ".2f"), formatted(row.compile_s, ".1f"), formatted(gigabytes, ".2f")
+            found.add_row(*name, *figures, *costs)
         counts = {walk.context: walk.texts for walk in self.teacher_forced}
         errors = ", +- its standard error over texts" if any(n > 1 for n in counts.values()) else ""
         notes = [
@@ -106,15 +106,12 @@ class EndToEndReport(Run):
 
         Raises InputError if nothing was measured.
         """
-        from matplotlib.figure import Figure
-
         rows = [row for row in self.rows if row.gamma and row.speedup]
         if not rows:
             raise InputError("--plot: nothing was measured")
         walks = self._walks()
         contexts = sorted({row.context for row in rows})
-        figure = Figure(figsize=(11, 4.5), layout="constrained")
-        speed, accepted = figure.subplots(1, 2)
+        figure, (speed, accepted) = plots.panels((11, 4.5), 2)
 
         def line_of(row):
             return (row.method, row.temperature, row.gamma)
@@ -141,7 +138,7 @@ class EndToEndReport(Run):
         figure.suptitle(f"{self.model} ({self.parameters / 1e6:,.0f} M parameters) on {self.device}, {self.date}", fontsize=11)
         return figure
 
-    def _walks(self) -> dict[Key, TeacherForced]:
+    def _walks(self) -> dict[tuple[int, float, str, int], TeacherForced]:
         """Teacher-forced acceptance by context, temperature, draft and gamma."""
         return {(walk.context, walk.temperature, walk.draft, walk.gamma): walk for walk in self.teacher_forced}
 
@@ -178,7 +175,7 @@ def run(
     rows, walks = [], []
     log_row = _log_row if progress is not False else lambda *args: None
     walked = [(method.draft, gamma) for method in methods if method.speculative for gamma in gammas]
-    decoded = [(method, gamma) for method in methods for gamma in (gammas if method.speculative else [0])]
+    decoded = [(method, gamma) for method in methods for gamma in method.gammas(gammas)]
     total = len(contexts) * len(temperatures) * (len(decoded) + len(walked))
     with progress_bar(total=total, progress=progress) as bar:
         for context, found in texts_of.items():
@@ -196,18 +193,16 @@ def run(
                 bar.set_description(f"{context:,} tokens, temperature {temperature:g}")
                 cases = [Case(method, gamma, temperature) for method, gamma in decoded]
                 decodes = []
-                for row in decode.measure(model, int4, cases, prompts, max_new_tokens, seed=seed):
+                for row in decode.measure(model, int4, cases, prompts, decode.Settings(max_new_tokens, seed=seed)):
                     decodes.append(row)
                     log_row(row, row.method, f"{row.tokens_per_second or 0:,.1f} tokens/s")
                     bar.update()
                 rows += compared(decodes)
                 asked = [(draft, make_config(temperature, gamma)) for draft, gamma in walked]
-                _compile_walks(model, make, found, asked, seed)
-                for draft, config in asked:
-                    walk = _walk(model, draft, make, found, config, seed)
+                for walk in _walked(model, make, found, asked, key_of(seed)):
                     walks.append(walk)
                     rate = walk.acceptance and walk.acceptance.acceptance_rate
-                    log_row(walk, draft, "nothing drafted" if rate is None else f"{rate:.3f} accepted, teacher-forced")
+                    log_row(walk, walk.draft, "nothing drafted" if rate is None else f"{rate:.3f} accepted, teacher-forced")
                     bar.update()
     return EndToEndReport(
         **this_run(),
@@ -226,35 +221,19 @@ def _log_row(row: DecodeRow | TeacherForced, method: str, figure: str) -> None:
     log.info("%s tokens, temperature %g, %s, gamma %d: %s", f"{row.context:,}", row.temperature, method, row.gamma, found)
 
 
-def _compile_walks(
+def _walked(
     model: Llama,
     make: Callable[[str, int], Draft],
     texts: Sequence[Sequence[int]],
     asked: Sequence[tuple[str, GenerationConfig]],
-    seed: int,
-) -> None:
-    """Makes the programs of these walks side by side. What fails here fails again in its turn, and gets its row then."""
-
-    def runs():
-        for draft, config in asked:
-            try:
-                made = make(draft, config.num_speculative_tokens)
-            except Exception:
-                continue
-            yield model, made, texts, config, key_of(seed)
-
-    acceptance.compile_side_by_side(runs())
-
-
-def _walk(
-    model: Llama, draft: str, make: Callable[[str, int], Draft], texts: Sequence[Sequence[int]], config: GenerationConfig, seed: int
-) -> TeacherForced:
-    context = len(texts[0]) - config.max_new_tokens
-    row = TeacherForced(context, config.temperature, draft, config.num_speculative_tokens, len(texts), "measured")
-    try:
-        made = make(draft, config.num_speculative_tokens)
-        return dataclasses.replace(row, acceptance=acceptance.teacher_forced(model, made, texts, config, key_of(seed)))
-    except Exception as error:  # one row of many
-        if isinstance(error, InputError) and not isinstance(error, DraftRoomError):  # a draft's settings that do not fit the model
-            raise
-        return dataclasses.replace(row, status="failed", note=named(error))
+    key: Key[Array, ""],
+) -> Iterator[TeacherForced]:
+    """Walks the texts with each of the drafts, whose programs are first compiled side by side; a draft that fails gets a row too."""
+    made = [attempt(make, draft, config.num_speculative_tokens) for draft, config in asked]
+    runs = [(model, draft, texts, config, key) for draft, (_, config) in zip(made, asked)]
+    acceptance.compile_side_by_side(run for run in runs if not isinstance(run[1], Exception))
+    for (draft, config), run in zip(asked, runs):
+        context = len(texts[0]) - config.max_new_tokens
+        row = functools.partial(TeacherForced, context, config.temperature, draft, config.num_speculative_tokens, len(texts))
+        found = run[1] if isinstance(run[1], Exception) else attempt(acceptance.teacher_forced, *run)
+        yield row("failed", named(found)) if isinstance(found, Exception) else row("measured", acceptance=found)

@@ -1,9 +1,10 @@
 """What the benchmarks of kernels share: which shapes and implementations are measured, the run over them, its rows, and their table."""
 
 import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,9 @@ from jaxtyping import Array
 from rich.console import RenderableType
 from rich.text import Text
 
+from qspec_jax.bench.peers import Unavailable
 from qspec_jax.bench.timing import Timing, read_bandwidth
-from qspec_jax.errors import InputError
+from qspec_jax.errors import InputError, named
 from qspec_jax.reports import Run, formatted, grid, page, progress_bar, this_run
 
 
@@ -174,6 +176,34 @@ def run(
         shapes={shape.name: shape for shape in shapes},
         rows=rows,
     )
+
+
+class Figures(NamedTuple):
+    """What is measured of one implementation: the time of a call, its relative error, and a note on how."""
+
+    timing: Timing
+    relative_error: float | None
+    note: str = ""
+
+
+def measured(shape: str, name: str, size: int, figures: Callable[[], Figures], *, peer: bool = False) -> KernelRow:
+    """The row of an implementation or a peer on a shape, one of many: where its figures cannot be had, it says why.
+
+    Args:
+        shape: its name.
+        name: of the implementation or the peer.
+        size: bytes that it must move once.
+        figures: measures; `Unavailable` where it cannot run here.
+        peer: whether it is another library's.
+    """
+    row = functools.partial(KernelRow, shape, name, peer, bytes=size)
+    try:
+        timing, error, note = figures()
+    except Unavailable as reason:
+        return row("unavailable", str(reason))
+    except Exception as error:
+        return row("failed", named(error))
+    return row("measured", note, timing=timing, relative_error=error)
 
 
 def relative_error(out: Array, expected: Array) -> float:

@@ -16,11 +16,11 @@ from jaxtyping import Array, Float
 from pallas_kernels import dispatch, matmul
 from pallas_kernels.formats.weights import Int4Weight, dequantize_weight
 from pallas_kernels.matmul import int4_matmul
+from qspec_jax import plots
 from qspec_jax.bench import kernels
-from qspec_jax.bench.kernels import KernelReport, KernelRow
+from qspec_jax.bench.kernels import Figures, KernelReport, KernelRow
 from qspec_jax.bench.peers import Peer, Unavailable, to_jax, to_torch, torch_with_cuda
-from qspec_jax.bench.timing import Timing, input_count, time_calls, time_torch
-from qspec_jax.errors import named
+from qspec_jax.bench.timing import input_count, time_calls, time_torch
 
 WIDTH = 0.4  # of a bar, as the distance between two numbers of rows
 GAP = 0.6  # between two layers, in the same unit
@@ -130,13 +130,11 @@ class MatmulReport(KernelReport):
 
     def figure(self):
         """Times as bars, a panel for each model: for each layer and M our fastest beside the fastest peer."""
-        from matplotlib.figure import Figure
-
         models = defaultdict(lambda: defaultdict(list))
         for shape in self.shapes.values():
             models[shape.model][shape.layer].append(shape)
-        figure = Figure(figsize=(7 * len(models), 4.5), layout="constrained")
-        for axes, (model, layers) in zip(figure.subplots(1, len(models), squeeze=False)[0], models.items()):
+        figure, of_models = plots.panels((7 * len(models), 4.5), len(models))
+        for axes, (model, layers) in zip(of_models, models.items()):
             at, places, middles = 0.0, {}, {}
             for layer, shapes in layers.items():
                 places |= {shape.name: at + i for i, shape in enumerate(shapes)}
@@ -192,14 +190,8 @@ def measure(shape: MatmulShape, name: str, *, repeats: int = 20) -> KernelRow:
     Its error is against the product in float32 with the weights that it reads.
     """
     peer = name in PEERS
-    row = functools.partial(KernelRow, shape.name, name, peer, bytes=shape.bf16_bytes if peer else shape.int4_bytes)
-    try:
-        timing, error = (_peer if peer else _ours)(shape, name, repeats)
-    except Unavailable as reason:
-        return row("unavailable", str(reason))
-    except Exception as error:  # one row of many
-        return row("failed", named(error))
-    return row("measured", "", timing=timing, relative_error=error)
+    size = shape.bf16_bytes if peer else shape.int4_bytes
+    return kernels.measured(shape.name, name, size, lambda: (_peer if peer else _ours)(shape, name, repeats), peer=peer)
 
 
 def unsupported(shape: MatmulShape, implementation: str) -> str | None:
@@ -207,17 +199,17 @@ def unsupported(shape: MatmulShape, implementation: str) -> str | None:
     return matmul.unsupported(*jax.eval_shape(lambda: random_problem(shape, 0)), implementation)
 
 
-def _ours(shape: MatmulShape, implementation: str, repeats: int) -> tuple[Timing, float]:
+def _ours(shape: MatmulShape, implementation: str, repeats: int) -> Figures:
     if reason := unsupported(shape, implementation):
         raise Unavailable(reason)
     multiply = functools.partial(int4_matmul, implementation=implementation)
     x, weights = random_problem(shape, 0)
     error = kernels.relative_error(jax.jit(multiply)(x, weights), _reference(x.astype(jnp.float32), weights))
     inputs = [random_problem(shape, seed)[1:] for seed in range(input_count(shape.int4_bytes))]
-    return time_calls(multiply, x, inputs, repeats=repeats), error
+    return Figures(time_calls(multiply, x, inputs, repeats=repeats), error)
 
 
-def _peer(shape: MatmulShape, name: str, repeats: int) -> tuple[Timing, float]:
+def _peer(shape: MatmulShape, name: str, repeats: int) -> Figures:
     peer = PEERS[name]()
     x, weight = bf16_problem(shape, 0)
     error = kernels.relative_error(peer(x, weight), _wide_product(x, weight))
@@ -225,7 +217,7 @@ def _peer(shape: MatmulShape, name: str, repeats: int) -> tuple[Timing, float]:
     for seed in range(input_count(shape.bf16_bytes)):
         activations, *values = peer.convert(*bf16_problem(shape, seed))
         inputs.append(tuple(values))
-    return peer.time(activations, inputs, repeats=repeats), error
+    return Figures(peer.time(activations, inputs, repeats=repeats), error)
 
 
 _reference = jax.jit(functools.partial(int4_matmul, implementation="reference"))

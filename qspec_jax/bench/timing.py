@@ -11,6 +11,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -121,20 +122,8 @@ def time_in_place(function: Callable, x: jax.Array, kept: Sequence, inputs: Sequ
     outs = tuple(jax.tree.map(jnp.zeros_like, jax.eval_shape(call, x, state, *values)[0]) for state, values in zip(kept, inputs))
     carry = jnp.copy(x), tuple(kept), outs
     program, _ = loop(lap, laps, one_by_one=True).compile(carry, inputs)
-    timing, _ = time_loop(program, laps, carry, inputs, repeats=repeats)
-
-    def each(us):
-        return us / len(inputs)
-
-    return dataclasses.replace(
-        timing,
-        median_us=each(timing.median_us),
-        lower_us=each(timing.lower_us),
-        upper_us=each(timing.upper_us),
-        calls=timing.calls * len(inputs),
-        inputs=len(inputs),
-        method=IN_PLACE_METHOD,
-    )
+    timing, _ = time_loop(program, laps * len(inputs), carry, inputs, repeats=repeats)
+    return dataclasses.replace(timing, inputs=len(inputs), method=IN_PLACE_METHOD)
 
 
 def time_calls(function: Callable, x: jax.Array, inputs: Sequence[tuple], *, repeats: int) -> Timing:
@@ -201,16 +190,14 @@ def loop_trips(seconds: float) -> int:
 
 
 def time_loop(program: Callable, trips: int, carry, inputs: tuple, *, repeats: int) -> tuple[Timing, object]:
-    """Times one trip of a program that `loop` made; also returns the last carry."""
+    """Times one of the `trips` of a program that `loop` made; also returns the last carry."""
 
-    def batch(programs: int) -> float:
+    def again() -> Any:
         nonlocal carry
-        began = time.perf_counter()
-        for _ in range(programs):
-            carry = program(carry, inputs)
-        jax.block_until_ready(carry)
-        return time.perf_counter() - began
+        carry = program(carry, inputs)
+        return carry
 
+    batch = _enqueued(again)
     timing = _measure(_without_host(batch, repeats), trips, repeats, LOOP_METHOD, inputs=1)
     return timing, carry
 
@@ -237,7 +224,7 @@ def time_torch(function: Callable, query, inputs: Sequence[tuple], *, repeats: i
 
 
 def _enqueued(program: Callable, *args) -> Callable[[int], float]:
-    """A function that gives the seconds of n programs, enqueued one after the other."""
+    """A function that gives the seconds of n calls of a program, enqueued one after the other."""
 
     def batch(programs: int) -> float:
         began = time.perf_counter()

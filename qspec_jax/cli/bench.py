@@ -12,7 +12,7 @@ import numpy as np
 import typer
 from tqdm import tqdm
 
-from qspec_jax import demo, plots, reports
+from qspec_jax import demo, reports
 from qspec_jax.bench import batch, decode, decode_rows, end_to_end, transformers_decode
 from qspec_jax.bench import drafts as drafts_bench
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture, check_gpu, random_int4, random_model
@@ -156,8 +156,6 @@ def bench_decode(
         if batch_sizes != [1]:
             raise InputError("--transformers measures one row only; leave out --batch-size")
         transformers_decode.check()
-    if plot:
-        plots.check(plot, output)
     shape = huggingface.load_config(model) if arch is None else architecture(arch, layers)
     check_positions("model", shape.max_length, "--context", max(contexts), max_new_tokens)
     for method in methods:
@@ -185,13 +183,10 @@ def bench_decode(
             contexts,
             methods,
             gammas,
-            max_new_tokens=max_new_tokens,
+            decode.Settings(max_new_tokens, inner_rate=simulate_inner_acceptance, seed=seed, repeats=repeats),
             rates=rates,
-            inner_rate=simulate_inner_acceptance,
             batch_sizes=batch_sizes,
             beside=beside,
-            repeats=repeats,
-            seed=seed,
             progress=False if as_json else None,
         )
 
@@ -361,8 +356,6 @@ def bench_end_to_end(
     if not any(method.speculative for method in methods):
         raise InputError("--draft none is the baseline, which is always measured; name a draft")
     gammas = select_gammas(num_speculative_tokens, [4, 6], max_new_tokens, methods)
-    if plot:
-        plots.check(plot, output)
 
     def measure() -> reports.Report:
         network, tokenizer = load(model, None, quiet=as_json)

@@ -19,6 +19,7 @@ from qspec_jax.decoding.config import GenerationConfig, beside_draft
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.limits import Limits, make_limits
+from qspec_jax.decoding.prefill import Executables
 from qspec_jax.decoding.requests import check_draft_room, checked_prompts
 from qspec_jax.decoding.round import current_round, feed, propose, seen_by_accepted, verify
 from qspec_jax.decoding.sampling import Sampler, make_sampler, prompt_keys
@@ -127,11 +128,10 @@ def teacher_forced_in_turn(runs: Iterable[Run]) -> Iterator[Acceptance]:
     aborts the capture, and all that runs then, if another thread loads a program meanwhile.
     """
     runs = iter(runs)
-    while together := [_Forced(*run) for run in itertools.islice(runs, COMPILED_TOGETHER)]:
-        with ThreadPoolExecutor(COMPILED_TOGETHER) as pool:
-            list(pool.map(_Forced.compile, together))
+    while together := list(itertools.islice(runs, COMPILED_TOGETHER)):
+        compile_side_by_side(together)
         while together:
-            yield together.pop(0).measured()
+            yield teacher_forced(*together.pop(0))
 
 
 def compile_side_by_side(runs: Iterable[Run]) -> None:
@@ -159,17 +159,14 @@ class _Forced:
         self.new = new
         self.real = jnp.asarray([list(text[-new:]) + [0] * (gamma + 1) for text in texts], jnp.int32)
         self.engine, self.sampler, self.limits, self.prefill = _set_up(model, draft, prompts, config, *others)
-        self.programs = None
 
-    def compile(self) -> None:
-        """Makes the programs, from shapes alone, so that nothing waits for the device."""
+    def compile(self) -> tuple[Executables, jax.stages.Compiled]:
+        """The programs, made from shapes alone, so that nothing waits for the device."""
         walk = self.engine.call(WALK, self.prefill.shapes(), self.sampler, self.limits, self.real, lazy=True)
-        self.programs = self.prefill.compile()[0], walk.compile()[0]
+        return self.prefill.compile()[0], walk.compile()[0]
 
     def measured(self) -> Acceptance:
-        if self.programs is None:
-            self.compile()
-        prefill, walk = self.programs
+        prefill, walk = self.compile()
         state = self.prefill.run(prefill)
         state = dataclasses.replace(state, pending=self.real[:, 0])
         state, rejected, covered = walk(*self.engine.call(WALK, state, self.sampler, self.limits, self.real).args)

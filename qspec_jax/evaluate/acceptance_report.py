@@ -26,7 +26,7 @@ from qspec_jax.evaluate.acceptance import MODES, TEACHER_FORCED, with_error
 from qspec_jax.evaluate.kept_rows import rows_kept
 from qspec_jax.evaluate.texts import check_lengths, cut, long_enough
 from qspec_jax.models.llama import Llama
-from qspec_jax.reports import Run, formatted, progress_bar, this_run
+from qspec_jax.reports import Run, formatted, grid, progress_bar, this_run
 
 log = logging.getLogger(__name__)
 
@@ -157,24 +157,21 @@ class AcceptanceReport(Run):
 
     def table(self) -> Table:
         """A table with a line for every draft, context, gamma, temperature and mode."""
-        grid = Table(
-            title="Acceptance",
-            box=None,  # whose lines would leave no room for the names of drafts
-            padding=(0, 2, 0, 0),
-            caption="covered: share of the target's attention on what a draft reads.\n"
-            "of the cache: keys and values that a draft reads, as a share of the bytes of a whole upper plane and buffer.",
-        )
-        if any(row.get("conditional_error") is not None for row in self.results):
-            grid.caption = f"+-: standard error over texts. {grid.caption}"
         columns = (
             *("draft", "context", "gamma", "temper-\nature", "mode", "accepted /\ndrafted", "given those\nbefore", "covered"),
             *("MB a\ndraft", "of the\ncache", "tokens\na round", "drafted", "repeated\n8-grams"),
         )
         names = [row["draft"] for row in self.results]
         longest = max((len(part) for name in names for part in name.split(",")), default=0)
-        for label in columns:
-            whole = label == "mode" or (label == "draft" and longest <= MAX_NAME)
-            grid.add_column(label, justify="left" if label in ("draft", "mode") else "right", overflow="fold", no_wrap=whole)
+        whole = {"mode", "draft"} if longest <= MAX_NAME else {"mode"}
+        found = grid(*columns, left=("draft", "mode"), wraps=set(columns) - whole)
+        found.title = "Acceptance"
+        found.caption = (
+            "covered: share of the target's attention on what a draft reads.\n"
+            "of the cache: keys and values that a draft reads, as a share of the bytes of a whole upper plane and buffer."
+        )
+        if any(row.get("conditional_error") is not None for row in self.results):
+            found.caption = f"+-: standard error over texts. {found.caption}"
         for row in self.results:
             given = with_error(row["conditional_rate"], row.get("conditional_error"))
             size = None if row.get("step_bytes") is None else row["step_bytes"] / 1e6
@@ -184,18 +181,18 @@ class AcceptanceReport(Run):
             rates = formatted(row["acceptance_rate"], ".3f"), given, formatted(row.get("covered"), ".3f")
             read = formatted(size, ".2f"), formatted(row.get("cache_share"), ".1%")
             counts = f"{row['mean_acceptance_length']:.2f}", f"{row['drafted']:,}", f"{row['repeated_ngrams']:.1%}"
-            grid.add_row(*name, *rates, *read, *counts)
+            found.add_row(*name, *rates, *read, *counts)
         asked = [(row["context"], row["right"], row["texts"]) for row in self.results if row.get("right") is not None]
         for context, right, texts in dict.fromkeys(asked):
-            grid.caption += f"\nWith a full cache the model itself finds {right} of {texts} needles of {context:,} tokens."
+            found.caption += f"\nWith a full cache the model itself finds {right} of {texts} needles of {context:,} tokens."
         raised = {}
         for row in self.results:
             if row.get("raised_groups") is not None:
                 raised.setdefault((row["context"], row["raised_groups"]), []).append(row["draft"])
-        for (context, groups), found in raised.items():
-            few = ", ".join(dict.fromkeys(found))
-            grid.caption += f"\nAt {context:,} tokens these read {groups} groups (min_groups), more than their budgets ask for: {few}."
-        return grid
+        for (context, groups), drafts in raised.items():
+            few = ", ".join(dict.fromkeys(drafts))
+            found.caption += f"\nAt {context:,} tokens these read {groups} groups (min_groups), more than their budgets ask for: {few}."
+        return found
 
     def figure(self) -> Any:
         """Acceptance against the bytes that a draft reads if several drafts are compared at one gamma, and otherwise against gamma."""
