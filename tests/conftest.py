@@ -107,6 +107,14 @@ def one_layer(monkeypatch):
 
 
 @pytest.fixture
+def short_loops(monkeypatch):
+    """`qspec bench decode` with short loops, and without measuring the read bandwidth, which has tests of its own."""
+    monkeypatch.setattr("qspec_jax.bench.decode.read_bandwidth", lambda *, repeats: 20.0)
+    monkeypatch.setattr("qspec_jax.bench.timing.LOOP_TRIPS", (2, 2))
+    monkeypatch.setattr("qspec_jax.bench.timing.BATCH_SECONDS", 1e-3)
+
+
+@pytest.fixture
 def paged(monkeypatch):
     """Rows of a batch share pages on a CPU too."""
     monkeypatch.setattr("qspec_jax.decoding.slots.PAGED", ("cpu", "gpu"))

@@ -1,0 +1,63 @@
+"""`qspec bench decode` beside transformers."""
+
+import importlib.util
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from bench_commands import FAST
+
+from qspec_jax.bench import decode, decode_rows, transformers_decode
+from qspec_jax.bench.architectures import ARCHITECTURES
+
+pytestmark = pytest.mark.usefixtures("short_loops")
+
+
+def test_transformers_beside(run, monkeypatch):
+    """Rows of a process that is not started here; those of a failed one say why."""
+    asked = []
+
+    def start(command, *, input, **_):
+        asked.append(json.loads(input))
+        found = {"status": "measured", "prefill_s": 0.5, "compile_s": 1.0, "decode_s": 2.0, "ms_per_token": 1e3, "new_tokens": 2}
+        return subprocess.CompletedProcess(command, code, json.dumps(found), "Traceback\nRuntimeError: no room\n")
+
+    monkeypatch.setattr(transformers_decode, "check", lambda: None)
+    monkeypatch.setattr(transformers_decode.subprocess, "run", start)
+    baseline = decode_rows.DecodeRow("autoregressive", 200, 0, "measured", ms_per_token=2.0)
+    monkeypatch.setattr(decode, "measure", lambda *args, **settings: [baseline])
+    flags = ["--context", 200, "--methods", "autoregressive", "--transformers", "--json"]  # twice the same context
+    for code, status, note in (0, "measured", ""), (1, "failed", "RuntimeError: no room"), (-9, "failed", "killed by signal 9"):
+        exit_code, out, _ = run(*FAST, *flags)
+        ours, theirs = json.loads(out)["rows"]
+        assert exit_code == 0 and (ours["method"], theirs["method"], theirs["context"]) == ("autoregressive", "transformers", 200)
+        assert (theirs["status"], theirs["note"]) == (status, note)
+        assert theirs["speedup"] == (pytest.approx(2e-3) if code == 0 else None)
+    assert asked == [{"config": ARCHITECTURES["tiny"], "context": 200, "dtype": "bfloat16", "seed": 0}] * 3
+
+
+def test_a_checkpoint_for_transformers_is_never_a_shape_of_ours(monkeypatch, tmp_path):
+    asked = []
+
+    def start(command, *, input, **_):
+        asked.append(json.loads(input))
+        return subprocess.CompletedProcess(command, 1, "", "")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(transformers_decode.subprocess, "run", start)
+    row = transformers_decode.measure(Path("tiny"), 64, dtype="float32")
+    assert (row.status, row.note) == ("failed", "exit code 1")
+    assert asked == [{"directory": str(tmp_path / "tiny"), "context": 64, "dtype": "float32", "seed": 0}]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
+def test_transformers_tokens_are_timed():
+    model = transformers_decode.load(ARCHITECTURES["tiny"], "float32")
+    prefill_s, intervals, tokens = transformers_decode.decode_times(model, [1, 2, 3], 5, static=True)
+    assert prefill_s > 0 and len(intervals) == 4 and min(intervals) > 0 and len(tokens) == 5
+
+
+def test_transformers_needs_torch(fails, monkeypatch):
+    monkeypatch.setattr(transformers_decode.importlib.util, "find_spec", lambda name: None)
+    fails(["bench", "decode", "--arch", "tiny", "--transformers"], "pip install torch")
