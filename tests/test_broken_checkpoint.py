@@ -14,7 +14,7 @@ from qspec_jax.checkpoints.huggingface import Source, load_config
 from qspec_jax.checkpoints.loading import load, load_model
 from qspec_jax.checkpoints.tensor_names import places
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
-from qspec_jax.decoding.run_lines import of_checkpoint
+from qspec_jax.decoding.run_identity import of_checkpoint
 from qspec_jax.errors import InputError
 
 Edit = Callable[[Path], object]
