@@ -183,9 +183,12 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Plot = Annotated[Path | None, typer.Option(help="Draw the results to this file (.png, .pdf or .svg).")]
 
 
-def _settings(
-    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens of each prompt.")] = GenerationConfig.max_new_tokens,
-    draft: DraftOption = None,
+@dataclasses.dataclass(kw_only=True)
+class _Settings:
+    """The options of a `GenerationConfig`, by the names of its fields; None is its default."""
+
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens of each prompt.")] = GenerationConfig.max_new_tokens
+    draft: DraftOption = None
     num_speculative_tokens: Annotated[
         int | None,
         typer.Option(
@@ -193,81 +196,62 @@ def _settings(
             "--num-speculative-tokens",
             help=f"Maximum draft tokens per round. Default: {GAMMA}; chosen automatically with --draft {AUTO}.",
         ),
-    ] = None,
-    adaptive: Annotated[bool, typer.Option("--adaptive", help="Adapt the number of draft tokens per row to its past acceptance.")] = False,
+    ] = None
+    adaptive: Annotated[bool, typer.Option("--adaptive", help="Adapt the number of draft tokens per row to its past acceptance.")] = False
     draft_cost: Annotated[
         float | None,
         typer.Option(help="For --adaptive, the time of a draft step divided by that of a verification. Default: by stored costs."),
-    ] = None,
-    min_draft_confidence: Annotated[float, typer.Option(help="Stop drafting when the draft's top-token probability is below this.")] = 0.0,
-    temperature: Annotated[float | None, typer.Option(help="Temperature of sampling. Default: 0, which is greedy.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample from this number of most likely tokens. Default: 0, which disables it.")] = None,
+    ] = None
+    min_draft_confidence: Annotated[float, typer.Option(help="Stop drafting when the draft's top-token probability is below this.")] = 0.0
+    temperature: Annotated[float | None, typer.Option(help="Temperature of sampling. Default: 0, which is greedy.")] = None
+    top_k: Annotated[int | None, typer.Option(help="Sample from this number of most likely tokens. Default: 0, which disables it.")] = None
     top_p: Annotated[
         float | None, typer.Option(help="Sample from the most likely tokens with this total probability. Default: 1, which disables it.")
-    ] = None,
+    ] = None
     min_p: Annotated[
         float | None,
         typer.Option(help="Sample from tokens with at least this share of the top token's probability. Default: 0, which disables it."),
-    ] = None,
+    ] = None
     repetition_penalty: Annotated[
         float | None, typer.Option(help="Divides or multiplies the logits of tokens seen before. Default: 1, which disables it.")
-    ] = None,
-    min_new_tokens: Annotated[
-        int, typer.Option(help="Minimum number of new tokens before an end-of-sequence token.")
-    ] = GenerationConfig.min_new_tokens,
+    ] = None
+    min_new_tokens: Annotated[int, typer.Option(help="Minimum number of new tokens before an end-of-sequence token.")] = (
+        GenerationConfig.min_new_tokens
+    )
     logit_bias: Annotated[
         list[str] | None, typer.Option(metavar="ID=BIAS", help="Added to a token's logit; may be given several times.")
-    ] = None,
-    banned_token_ids: Annotated[
-        list[str] | None, typer.Option("--ban", metavar="ID,...", help="Token ids that are never generated.")
-    ] = None,
+    ] = None
+    banned_token_ids: Annotated[list[str] | None, typer.Option("--ban", metavar="ID,...", help="Token ids that are never generated.")] = (
+        None
+    )
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="A text that ends a row, and is cut off; may be given several times.")
-    ] = None,
+    ] = None
     stop_token_ids: Annotated[
         list[str] | None, typer.Option(metavar="ID,...", help="A sequence of new tokens that ends a row; may be given several times.")
-    ] = None,
-    output_logprobs: Annotated[bool, typer.Option("--logprobs", help="The target's log-probabilities of the new tokens, in JSON.")] = False,
-    top_logprobs: Annotated[int, typer.Option(help="Also return the log-probabilities of the N most likely tokens per position.")] = 0,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")] = False,
-    cache: CacheOption = None,
-    group_size: GroupSize = None,
-) -> GenerationConfig:
-    draft = GenerationConfig.draft if draft is None else draft
-    if draft == NONE and (adaptive or min_draft_confidence):
-        option = "--adaptive" if adaptive else "--min-draft-confidence"
-        raise InputError(f"{option} is for decoding with a draft; --draft none has none")
-    if draft_cost is not None and not adaptive:
-        raise InputError("--draft-cost is for --adaptive")
-    biases = dict(map(_bias, logit_bias or []))
-    if len(biases) < len(logit_bias or []):
-        raise InputError("--logit-bias is given twice for one token")
-    config = GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        draft=draft,
-        num_speculative_tokens=num_speculative_tokens,
-        adaptive=adaptive,
-        draft_cost=draft_cost,
-        min_draft_confidence=min_draft_confidence,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        min_new_tokens=min_new_tokens,
-        logit_bias=biases,
-        banned_token_ids=tuple(token for text in banned_token_ids or [] for token in number_list("--ban", text, int, repeated=True)),
-        stop=tuple(stop or []),
-        stop_token_ids=tuple(tuple(number_list("--stop-token-ids", text, int, repeated=True)) for text in stop_token_ids or []),
-        output_logprobs=output_logprobs,
-        top_logprobs=top_logprobs,
-        ignore_eos=ignore_eos,
-        cache=cache,
-        group_size=group_size,
-    )
-    if cache is not None:
-        check_group_size(group_size, [config.cache_config])
-    return config
+    ] = None
+    output_logprobs: Annotated[bool, typer.Option("--logprobs", help="The target's log-probabilities of the new tokens, in JSON.")] = False
+    top_logprobs: Annotated[int, typer.Option(help="Also return the log-probabilities of the N most likely tokens per position.")] = 0
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")] = False
+    cache: CacheOption = None
+    group_size: GroupSize = None
+
+    def config(self) -> GenerationConfig:
+        """The config of these options. Raises InputError for options that do not fit each other."""
+        if self.draft == NONE and (self.adaptive or self.min_draft_confidence):
+            option = "--adaptive" if self.adaptive else "--min-draft-confidence"
+            raise InputError(f"{option} is for decoding with a draft; --draft none has none")
+        if self.draft_cost is not None and not self.adaptive:
+            raise InputError("--draft-cost is for --adaptive")
+        biases = dict(map(_bias, self.logit_bias or []))
+        if len(biases) < len(self.logit_bias or []):
+            raise InputError("--logit-bias is given twice for one token")
+        banned = [token for text in self.banned_token_ids or [] for token in number_list("--ban", text, int, repeated=True)]
+        ends = [number_list("--stop-token-ids", text, int, repeated=True) for text in self.stop_token_ids or []]
+        config = GenerationConfig(**vars(self) | dict(logit_bias=biases, banned_token_ids=banned, stop_token_ids=ends))
+        if self.cache is not None:
+            check_group_size(self.group_size, [config.cache_config])
+        return config
 
 
 def check_group_size(group_size: int | None, caches: Sequence[CacheConfig]) -> None:
@@ -295,15 +279,16 @@ def with_sensitive_layers(settings: DraftSettings | None, sensitive_layers: int)
 
 
 def with_settings(command: Callable) -> Callable:
-    """The command, which has a parameter `model`, with the options of `_settings` instead of its parameter `config`. Its parameter
+    """The command, which has a parameter `model`, with the options of `_Settings` instead of its parameter `config`. Its parameter
     `silent_on_sampling` turns off the line on a checkpoint that would sample: its settings are used, or a temperature is given."""
-    own, shared = (list(inspect.signature(function).parameters.values()) for function in (command, _settings))
+    own, shared = (list(inspect.signature(function).parameters.values()) for function in (command, _Settings))
     source = inspect.Parameter("generation_config", inspect.Parameter.KEYWORD_ONLY, default=Defaults.qspec, annotation=GenerationDefaults)
 
     @functools.wraps(command)
     def with_options(**given):
         said = {name: given[name] for name in SAMPLING if given[name] is not None}
-        defaults, config = given.pop(source.name), _settings(**{parameter.name: given.pop(parameter.name) for parameter in shared})
+        defaults = given.pop(source.name)
+        config = _Settings(**{parameter.name: given.pop(parameter.name) for parameter in shared}).config()
         if defaults is Defaults.model:
             config = dataclasses.replace(config, **_of_checkpoint(given["model"], said))
         return command(config=config, silent_on_sampling=defaults is Defaults.model or "temperature" in said, **given)
