@@ -130,7 +130,7 @@ def test_weights_that_the_index_has_in_a_folder_are_fetched(server, here):
 
 def test_without_a_network(here, tmp_path):
     for how, remedy in (
-        ({"HF_HUB_OFFLINE": True}, "(HF_HUB_OFFLINE is set) and is not in the local cache; unset HF_HUB_OFFLINE, or give a directory"),
+        ({"HF_HUB_OFFLINE": True}, "(HF_HUB_OFFLINE is set) and is not in the local cache; unset it, or give a directory"),
         ({"ENDPOINT": "http://127.0.0.1:9"}, "is not in the local cache; connect this machine to the network, or give a directory"),
     ):
         code, out, err = here("convert", "org/name", "out", **how)

@@ -88,24 +88,19 @@ def _fetched(name: str) -> Path:
         if further := _named_elsewhere(Path(found)):
             found = fetch(allow_patterns=further)
     except Exception as error:
-        wrong = f"{name}: no such directory, and it cannot be fetched from the Hugging Face Hub"
-        raise InputError(f"{wrong} ({_reason(unreached or error)}){_advice(unreached or error)}") from None
+        reason = _described(unreached or error)
+        raise InputError(f"{name}: no such directory, and it cannot be fetched from the Hugging Face Hub {reason}") from None
     if unreached:
-        log.warning("%s: the Hub did not answer (%s); this is commit %s of the local cache", name, _reason(unreached), Path(found).name)
+        log.warning("%s: the Hub did not answer (%s); this is commit %s of the local cache", name, one_line(unreached), Path(found).name)
     return Path(found)
 
 
-def _reason(error: Exception) -> str:
-    from huggingface_hub.errors import OfflineModeIsEnabled
-
-    return "HF_HUB_OFFLINE is set" if isinstance(error, OfflineModeIsEnabled) else with_type(error)
-
-
-def _advice(error: Exception) -> str:
-    """The end of a message: what to do where the Hub was not reached."""
+def _described(error: Exception) -> str:
+    """Why nothing was fetched, and what to do where the Hub was not reached."""
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     if isinstance(error, HfHubHTTPError):  # the Hub answered, and its own words say what to do
-        return ""
-    remedy = "unset HF_HUB_OFFLINE" if isinstance(error, OfflineModeIsEnabled) else "connect this machine to the network"
-    return f" and is not in the local cache; {remedy}, or give a directory that holds the checkpoint"
+        return f"({with_type(error)})"
+    offline = isinstance(error, OfflineModeIsEnabled)
+    why, remedy = ("HF_HUB_OFFLINE is set", "unset it") if offline else (with_type(error), "connect this machine to the network")
+    return f"({why}) and is not in the local cache; {remedy}, or give a directory that holds the checkpoint"

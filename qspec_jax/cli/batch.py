@@ -166,7 +166,9 @@ def batch(
             if todo:
                 stats = decode_lines(prepared.select(todo), [good[i] for i in todo], journal, rows_at_once, refill, places, quiet=quiet)
             report |= dataclasses.asdict(stats) | stats.rates
-            done = "" if not stats.prompts else _in_words(stats, report["wrong"])
+            skipped = f", {report['wrong']} lines wrong" if report["wrong"] else ""
+            busy = "" if stats.rates["busy_slots"] is None else f"; {stats.rates['busy_slots']:.1%} of places busy"
+            done = f"{stats.prompts} prompts{skipped}, {stats.new_tokens:,} tokens, {in_words(stats)}{busy}" if stats.prompts else ""
         else:
             settings = dict(batch_size=rows_at_once, actors=ray_actors, dtype=dtype and str(dtype), seed=seed, columns=columns)
             directory = checkpoints.directory.resolve()
@@ -180,14 +182,6 @@ def batch(
         print(to_json(report))
     elif done and not quiet:
         print(f"{'standard output' if output == STANDARD else output}: {done}", file=sys.stderr)
-
-
-def _in_words(stats: BatchStats, wrong: int) -> str:
-    """What was decoded. wrong: the number of lines that are wrong."""
-    busy = stats.rates["busy_slots"]
-    places = "" if busy is None else f"; {busy:.1%} of places busy"
-    skipped = f", {wrong} lines wrong" if wrong else ""
-    return f"{stats.prompts} prompts{skipped}, {stats.new_tokens:,} tokens, {in_words(stats)}{places}"
 
 
 @contextlib.contextmanager
