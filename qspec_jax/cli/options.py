@@ -204,31 +204,23 @@ class _Settings:
     ] = None
     min_draft_confidence: Annotated[float, typer.Option(help="Stop drafting when the draft's top-token probability is below this.")] = 0.0
     temperature: Annotated[float | None, typer.Option(help="Temperature of sampling. Default: 0, which is greedy.")] = None
-    top_k: Annotated[int | None, typer.Option(help="Sample from this number of most likely tokens. Default: 0, which disables it.")] = None
+    top_k: Annotated[int | None, typer.Option(help="Sample from this number of most likely tokens. Default: 0 (off).")] = None
     top_p: Annotated[
-        float | None, typer.Option(help="Sample from the most likely tokens with this total probability. Default: 1, which disables it.")
+        float | None, typer.Option(help="Sample from the most likely tokens with this total probability. Default: 1 (off).")
     ] = None
     min_p: Annotated[
         float | None,
-        typer.Option(help="Sample from tokens with at least this share of the top token's probability. Default: 0, which disables it."),
+        typer.Option(help="Sample from tokens with at least this share of the top token's probability. Default: 0 (off)."),
     ] = None
     repetition_penalty: Annotated[
-        float | None, typer.Option(help="Divides or multiplies the logits of tokens seen before. Default: 1, which disables it.")
+        float | None, typer.Option(help="Divides or multiplies the logits of tokens seen before. Default: 1 (off).")
     ] = None
-    min_new_tokens: Annotated[int, typer.Option(help="Minimum number of new tokens before an end-of-sequence token.")] = (
-        GenerationConfig.min_new_tokens
-    )
-    logit_bias: Annotated[
-        list[str] | None, typer.Option(metavar="ID=BIAS", help="Added to a token's logit; may be given several times.")
-    ] = None
-    banned_token_ids: Annotated[list[str] | None, typer.Option("--ban", metavar="ID,...", help="Token ids that are never generated.")] = (
-        None
-    )
-    stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="A text that ends a row, and is cut off; may be given several times.")
-    ] = None
+    min_new_tokens: Annotated[int, typer.Option(help="Minimum number of new tokens before an end-of-sequence token.")] = 0
+    logit_bias: Annotated[list[str] | None, typer.Option(metavar="ID=BIAS", help="Added to a token's logit (repeatable).")] = None
+    banned_token_ids: Annotated[list[str] | None, typer.Option("--ban", metavar="ID,...", help="Token ids never to generate.")] = None
+    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="A text that ends a row, and is cut off (repeatable).")] = None
     stop_token_ids: Annotated[
-        list[str] | None, typer.Option(metavar="ID,...", help="A sequence of new tokens that ends a row; may be given several times.")
+        list[str] | None, typer.Option(metavar="ID,...", help="A sequence of new tokens that ends a row (repeatable).")
     ] = None
     output_logprobs: Annotated[bool, typer.Option("--logprobs", help="The target's log-probabilities of the new tokens, in JSON.")] = False
     top_logprobs: Annotated[int, typer.Option(help="Also return the log-probabilities of the N most likely tokens per position.")] = 0
