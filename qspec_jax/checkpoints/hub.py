@@ -9,7 +9,7 @@ from pathlib import Path
 
 from qspec_jax.checkpoints.other_formats import describe_file
 from qspec_jax.checkpoints.weight_files import weight_files
-from qspec_jax.errors import InputError, reading, with_type
+from qspec_jax.errors import InputError, one_line, reading, with_type
 
 log = logging.getLogger(__name__)
 
