@@ -37,6 +37,11 @@ def panels(size: tuple[float, float], columns: int = 1, **settings: Any) -> tupl
     return figure, figure.subplots(1, columns, squeeze=False, **settings)[0]
 
 
+def line_style(number: int, label: str) -> dict[str, str]:
+    """How a line with this number, from 0, is drawn: after ten colors come the same ones with another marker."""
+    return {"color": f"C{number % 10}", "marker": "osv^D"[number // 10 % 5], "label": label}
+
+
 def context_axis(axes, contexts: Sequence[int]) -> None:
     """Makes the horizontal axis of a matplotlib plot one of these contexts, on a logarithmic scale."""
     axes.set_xscale("log")

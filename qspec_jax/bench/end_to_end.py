@@ -32,8 +32,6 @@ from qspec_jax.reports import Run, formatted, grid, page, progress_bar, this_run
 
 log = logging.getLogger(__name__)
 
-MARKERS = "osv^D"
-
 
 @dataclasses.dataclass(frozen=True)
 class TeacherForced:
@@ -119,8 +117,7 @@ class EndToEndReport(Run):
         lines = list(dict.fromkeys(map(line_of, rows)))
         for number, (method, temperature, gamma) in enumerate(lines):
             line = [row for row in rows if line_of(row) == (method, temperature, gamma)]
-            style = dict(color=f"C{number % 10}", marker=MARKERS[number // 10 % len(MARKERS)])
-            style["label"] = f"{method}, temperature {temperature:g}, gamma {gamma}"
+            style = plots.line_style(number, f"{method}, temperature {temperature:g}, gamma {gamma}")
             speed.plot([row.context for row in line], [row.speedup for row in line], **style)
             walked = [
                 (row.context, found.acceptance_rate)

@@ -334,9 +334,9 @@ def _against_bytes(results: list[dict[str, Any]]) -> Any:
     for axes, panel in zip(of_panels, panels, strict=True):
         for i, line in enumerate(lines):
             rows = [row for row in found if (row["context"], row["temperature"]) == panel and unbudgeted(row["draft"]) == line]
-            style = dict(color=f"C{i % 10}", marker="osv^D"[i // 10 % 5], label=line)
+            style = plots.line_style(i, line)
             for row in (row for row in rows if row["step_bytes"] is None):
-                axes.axhline(row["conditional_rate"], linestyle=":", **(style | dict(marker="")))
+                axes.axhline(row["conditional_rate"], linestyle=":", **(style | {"marker": ""}))
             if read := sorted((row for row in rows if row["step_bytes"] is not None), key=lambda row: row["step_bytes"]):
                 points = [[row["step_bytes"] / 1e6 for row in read], [row["conditional_rate"] for row in read]]
                 errors = [row["conditional_error"] for row in read]
