@@ -127,6 +127,8 @@ def _words(to, width):
 
 
 def _copy_async(found, code, to, source, size=None):
+    if not here.mask.any():  # as in most calls: a branch that is not taken is emitted all the same
+        return
     offset, width = int(found[1]), int(found[2])
     here.copies[-1].append((here.mask, to + offset, source + offset, width, np.full(32, width) if size is None else size))
     words = np.arange(0, width, 4)
