@@ -69,8 +69,8 @@ def choose(model: LlamaConfig, dtype: str, gamma: int | None) -> tuple[str, int,
     drafts = f"{gamma} draft{'' if gamma == 1 else 's'} a round"
     why = f"by costs stored for CPUs ({costs.millions:g} M parameters, {costs.dtype}, {drafts})"
     rate = ACCEPTANCE["quantspec"].rate
-    shown = f"with quantspec (acceptance ASSUMED {rate:g}), and {lookup:.3g} times with prompt-lookup where it finds nothing"
-    return draft, 0 if draft == NONE else gamma, f"{why}: a token takes {quantspec:.3g} times as long as without a draft {shown}"
+    times = f"a token takes {quantspec:.3g} times as long with quantspec (acceptance ASSUMED {rate:g}) as without a draft, and {lookup:.3g}"
+    return draft, 0 if draft == NONE else gamma, f"{why}: {times} times with prompt-lookup where it finds nothing"
 
 
 def _quantspec(costs: CpuCosts, gamma: int) -> float:
