@@ -8,14 +8,14 @@ import numpy as np
 from scipy.stats import chisquare
 
 from pallas_kernels.formats.kv_cache import Lengths
-from qspec_jax.caches.cache import Cache, longer
+from qspec_jax.caches.cache import Cache, Reads, longer
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.round import decode
 from qspec_jax.decoding.sampling import prompt_keys
 from qspec_jax.decoding.state import UNLIMITED, start
-from qspec_jax.drafts.draft import Draft, Reads, StepwiseDraft, propose_by_steps
+from qspec_jax.drafts.draft import Draft, StepwiseDraft, propose_by_steps
 
 V, ROWS, GAMMA = 6, 20_000, 3
 
@@ -30,7 +30,7 @@ class NoCache(Cache):
     layers: tuple = ()
 
     schedule = Schedule(None)
-    capacity = fill = attend = tokens = bytes_of_pass = None
+    capacity = fill = attend = tokens = reads = bytes_of_reads = None
 
     @property
     def draft_room(self):
@@ -73,7 +73,7 @@ class MarkovSteps(StepwiseDraft):
     def made_for(self):
         return ()
 
-    def reads(self, layer, quantized, buffered, group_size):
+    def reads(self, layer, cache, tokens):
         return Reads(0, 0, 1)
 
 

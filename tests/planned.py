@@ -10,20 +10,22 @@ from unittest import mock
 import measured_rows as rows
 import numpy as np
 
+from pallas_kernels.formats.views import DenseView
 from qspec_jax.bench.architectures import architecture
+from qspec_jax.caches.cache import Reads
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.drafts.registry import parse_draft
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.planning import timing
 from qspec_jax.planning.devices import DEVICES, Device
-from qspec_jax.planning.operations import prefill_work, row_of
+from qspec_jax.planning.operations import prefill_work
 from qspec_jax.planning.rounds import Asked, Rounds, expected_rounds
-from qspec_jax.planning.steps import LayerReads, OutlinedDraft, Row, StepReads, outlined, own_step
+from qspec_jax.planning.steps import OutlinedDraft, StepReads, outlined, own_step
 from qspec_jax.planning.timing import FITTED, Cost, Efficiencies
 from qspec_jax.quantization.outline import outline
 
-FULL, G = CacheConfig("full"), 128
+FULL, INT8, G = CacheConfig("full"), CacheConfig("int8"), 128
 DOCS = Path(__file__).parent.parent / "docs" / "measurements" / "plan.md"
 LLAMA_8B, H100 = architecture("llama-3.1-8b"), DEVICES["h100"]
 
@@ -32,10 +34,15 @@ def config_of(name: str) -> LlamaConfig:
     return LlamaConfig.from_hf(rows.LLAMA_419M) if name == "419m" else architecture(name)
 
 
-def draft_reads(config: LlamaConfig, text: str, row: Row) -> StepReads:
-    """What a step of the draft of a text reads, which is not made of others."""
+def draft_reads(config: LlamaConfig, text: str, tokens: int, cache: CacheConfig = INT8) -> StepReads:
+    """What a step of the draft of a text reads, which is not made of others, of a row with `tokens` tokens in the target's cache."""
     (draft,) = drafts_of(config, text)
-    return draft.reads(row)
+    return draft.reads(cache.outline(config, tokens), tokens)
+
+
+def own_reads(config: LlamaConfig, tokens: int, cache: CacheConfig = INT8) -> StepReads:
+    """What a step of the model itself reads of a row with `tokens` tokens."""
+    return own_step(config, cache.outline(config, tokens), tokens)
 
 
 @functools.cache
@@ -97,12 +104,14 @@ def attention_cost(row: rows.Attention) -> tuple[Device, Cost]:
     c = dataclasses.replace(LLAMA_8B, num_kv_heads=row.kv_heads)
     # Blocks of Mosaic GPU are dealt to the rows by what there is to read. Triton's are as many for every row, so it waits for the longest.
     contexts = row.context if row.kernels != "triton" else (max(row.context),) * len(row.context)
-    cached = [row_of(c, CacheConfig("full" if row.planes is None else "int8"), context) for context in contexts]
+    cache = (FULL if row.planes is None else INT8).outline(c, max(contexts))
+    cached = [cache.reads(DenseView(row.planes), context) for context in contexts]
     quantized = sum(r.quantized for r in cached) if row.listed is None else row.listed * G
-    layer = LayerReads(row.planes or 2, quantized, sum(r.buffered for r in cached), listed=row.listed is not None)
+    layer = Reads(row.planes or 2, quantized, sum(r.full for r in cached), listed=row.listed is not None)
+    of_bytes = Cost(cache.bytes_of_reads(0, layer)[0] / device.read_bytes_per_s)
     known = {} if row.kernels != "default" else {"return_value": []}
     with mock.patch.object(timing.tuning, "problems", **(known or {"side_effect": timing.tuning.problems})):
-        return device, timing.attention_cost(device, c, layer, G, tokens=row.tokens, observe=row.observed)
+        return device, of_bytes + timing.attention_cost(device, c, layer, G, tokens=row.tokens, observe=row.observed)
 
 
 def matmul_cost(row: rows.Matmul) -> Cost:
@@ -116,9 +125,8 @@ def prefill_seconds(row: rows.Prefill) -> float:
 def batch_costs(rounds: Rounds) -> tuple[Cost, float]:
     """A round of 8 rows in the middle of their texts, and the seconds of it that are no pass of the model."""
     context, gamma = rows.BATCH_CONTEXT + rows.BATCH_TOKENS // rows.BATCH_PROMPTS // 2, 4
-    cached = lambda tokens: row_of(LLAMA_8B, CacheConfig(), context + tokens)
-    step = timing.pass_cost(H100, draft_reads(LLAMA_8B, "quantspec", cached(1)), G, batch=8)
-    verify = timing.pass_cost(H100, own_step(LLAMA_8B, cached(gamma + 1)), G, batch=8, tokens=gamma + 1)
+    step = timing.pass_cost(H100, draft_reads(LLAMA_8B, "quantspec", context + 1), G, batch=8)
+    verify = timing.pass_cost(H100, own_reads(LLAMA_8B, context + gamma + 1), G, batch=8, tokens=gamma + 1)
     flush = rounds.flushes * timing.flush_cost(LLAMA_8B)
     return rounds.steps * step + verify + flush, FITTED.round
 

@@ -86,6 +86,8 @@ class Oracle(AppendedCache):
     lengths: Lengths
     forget: Callable[[Everything], None]
 
+    bytes_of_reads = None
+
     def attend(self, layer, qkv, cos, sin, *, view):
         held = self.layers[layer]
         q, k, v = (np.asarray(x)[0, 0] for x in split_and_rotate(qkv, cos, sin, kv_heads=len(held.keys)))

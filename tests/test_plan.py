@@ -9,26 +9,26 @@ import planned
 import pytest
 from silent_draft import Silent
 
+from pallas_kernels.formats.views import BOTH_PLANES
 from qspec_jax.bench.architectures import architecture, random_int4, random_model
-from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.caches.registry import CACHES, CacheConfig
 from qspec_jax.caches.schedule import Schedule, eligible_drafts
 from qspec_jax.drafts.combine import CombinedSettings
 from qspec_jax.drafts.registry import parse_draft
 from qspec_jax.drafts.step_bytes import weight_bytes
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
+from qspec_jax.planning import timing
 from qspec_jax.planning.devices import DEVICES
 from qspec_jax.planning.memory import memory_of
 from qspec_jax.planning.operations import (
-    cache_bytes,
     model_bytes,
     pass_work,
-    row_of,
     step_weight_bytes,
 )
-from qspec_jax.planning.plan import intensity
+from qspec_jax.planning.plan import intensity, plan
 from qspec_jax.planning.rounds import Asked, expected_rounds
-from qspec_jax.planning.steps import LayerReads, Row, StepReads, outlined, own_step
+from qspec_jax.planning.steps import LayerReads, StepReads, outlined, own_step
 from qspec_jax.quantization.outline import outline
 from qspec_jax.quantization.weights import quantize_head
 
@@ -42,7 +42,7 @@ H100 = DEVICES["h100"]
 def test_work_of_a_step_by_hand():
     """The tiny shape: 2 layers of 256, 4 query and 2 KV heads of 64, MLP 512, 256 tokens in the vocabulary; 3 rows of 2 new tokens, 100
     tokens cached with them."""
-    work = pass_work(own_step(TINY, Row(0, 100, 64)), 64, batch=3, tokens=2)
+    work = pass_work(planned.own_reads(TINY, 100, FULL), batch=3, tokens=2)
     matrices = 2 * (256 * (256 + 2 * 128) + 256 * 256 + 3 * 256 * 512)
     assert work.linear.flops == 2 * 6 * (matrices + 256 * 256)
     assert work.linear.stored_bytes == 2 * (matrices + 256 * 256 + 5 * 256)
@@ -83,7 +83,7 @@ def test_intensity_of_prefill():
 
 def test_the_cache_outgrows_the_weights():
     """Figure 6: with 16 rows of 262,144 tokens, 160 times the weights of Llama-2-7B."""
-    found = cache_bytes(LLAMA_7B, FULL, batch=16, capacity=262144, gamma=0)
+    found = 16 * FULL.outline(LLAMA_7B, 262144).num_bytes
     assert found / model_bytes(LLAMA_7B) == pytest.approx(160, rel=0.05)
 
 
@@ -101,7 +101,7 @@ def test_flops_are_those_that_xla_counts():
 
     compiled = jax.jit(step).lower(model, cache, jnp.zeros((2, tokens), jnp.int32)).compile()
     counted = compiled.cost_analysis()["flops"]
-    work = pass_work(own_step(TINY, Row(0, 32 + tokens // 2, 64)), 64, batch=2, tokens=tokens)
+    work = pass_work(planned.own_reads(TINY, 32 + tokens // 2, FULL), batch=2, tokens=tokens)
     assert counted == pytest.approx(work.total.flops, rel=0.02)
 
 
@@ -109,7 +109,7 @@ def test_flops_are_those_that_xla_counts():
 def test_weights_are_those_of_the_real_model(draft):
     config = dataclasses.replace(TINY, num_layers=3)
     model = random_model(config)
-    reads = own_step(config, Row(0, 0, 64)) if draft is None else planned.draft_reads(config, draft, Row(0, 0, 64))
+    reads = planned.own_reads(config, 1) if draft is None else planned.draft_reads(config, draft, 1)
     real = model if draft is None else parse_draft(draft).make(model, lambda: random_int4(model)).step.model
     if reads.head_bits == 8:
         real = quantize_head(real)
@@ -120,51 +120,116 @@ def test_weights_with_biases_and_norms_of_heads():
     config = dataclasses.replace(TINY, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True, tie_word_embeddings=True)
     weights = jax.eval_shape(lambda: random_model(config).weights())
     assert model_bytes(config) == sum(2 * x.size for x in jax.tree.leaves(weights))
-    assert step_weight_bytes(own_step(config, Row(0, 0, 64))) == model_bytes(config)
+    assert step_weight_bytes(planned.own_reads(config, 1)) == model_bytes(config)
 
 
-@pytest.mark.parametrize("kind", ["full", "int8"])
 @pytest.mark.parametrize(("config", "group_size"), [(LLAMA_8B, None), (LLAMA_7B, 64), (TINY, None)], ids=["8b", "7b", "tiny"])
 @pytest.mark.parametrize("capacity", [1, 200, 4736])
-def test_cache_bytes_are_those_of_the_real_cache(kind, config, group_size, capacity):
-    cache, sizes = CacheConfig(kind, group_size), dict(batch=3, capacity=capacity)
+@pytest.mark.parametrize("kind", CACHES)
+def test_an_outline_of_a_cache_has_the_bytes_of_the_real_cache(kind, config, group_size, capacity):
+    cache, sizes = CacheConfig(kind, group_size if kind == "int8" else None), dict(batch=3, capacity=capacity)
     real = jax.eval_shape(lambda: cache.empty(config, **sizes, num_speculative_tokens=5, dtype=jnp.bfloat16))
-    assert cache_bytes(config, cache, **sizes, gamma=5) == real.num_bytes
+    assert 3 * cache.outline(config, capacity, 5).num_bytes == real.num_bytes
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 255, 256, 4096, 4223, 4224])
-def test_rows_follow_the_schedule(tokens):
+def test_what_is_read_follows_the_schedule(tokens):
     quantized = int(Schedule(128).quantized_length(jnp.asarray(tokens)))  # as a device computes it
-    assert row_of(LLAMA_8B, INT8, tokens) == Row(quantized, tokens - quantized, 128)
-    assert row_of(LLAMA_8B, FULL, tokens) == Row(0, tokens, 128)
+    assert set(planned.own_reads(LLAMA_8B, tokens).layers) == {LayerReads(2, quantized, tokens - quantized)}
+    assert set(planned.own_reads(LLAMA_8B, tokens, FULL).layers) == {LayerReads(0, 0, tokens)}
+
+
+# Of a plan of the tiny shape in bfloat16: bytes that a pass reads of a row of 200 tokens on the device, and bytes that it copies from host
+# memory, for each of 2 layers with 2 KV heads of 64. A token takes 256 bytes in full precision; in groups of 64, 128 tokens are quantized,
+# with 128 bytes of codes in both planes each, 8 of scales and zeros. In host memory are 1,000 tokens, 936 of them in 14 groups and one more
+# group that a flush may write.
+TOKENS, ROOM = 200, 1000
+INT8_BYTES = 128 * (128 + 8) + 72 * 256
+KIVI_BYTES = 128 * (32 + 8 + 8) + 72 * 256  # 2-bit codes, and as many scales and zeros of keys as of values
+PASSES = {
+    "full": (200 * 256, 0),
+    "full:host=all": (200 * 256, (1000 + 1) * 256),
+    "int8": (INT8_BYTES, 0),
+    "int8:host=lower": (INT8_BYTES, 15 * 64 * 64),
+    "int8:host=all": (INT8_BYTES, 15 * 64 * 128),
+    "kivi:residual=64": (KIVI_BYTES, 0),
+    "h2o:heavy=32,recent=64": ((32 + 72) * 256, 0),
+    "streaming-llm:sinks=4,window=60": ((4 + 60 + 1) * 256, 0),
+    "specache:residual=64,k=16": (KIVI_BYTES + 2 * 16 * 256, 0),
+    "specache:residual=64,k=16,host=store": (KIVI_BYTES + 16 * 256, 16 * 256),
+}
+
+
+@pytest.mark.parametrize("text", PASSES)
+def test_bytes_of_a_pass_over_every_cache(text):
+    found = own_step(TINY, CacheConfig.parse(text).outline(TINY, ROOM), TOKENS)
+    assert (found.cache_bytes, found.host_bytes) == tuple(2 * 2 * each for each in PASSES[text])
+    cost = timing.pass_cost(H100, found, 64, batch=3)
+    assert cost.copying == 3 * found.host_bytes / 54e9
+    assert pass_work(found, batch=3, tokens=1).attention.stored_bytes == 3 * found.cache_bytes
+
+
+def test_a_plan_covers_every_cache():
+    """Each with the drafts that it takes, and memory of its own; and what is in host memory takes none on the device."""
+    assert {CacheConfig.parse(text).kind for text in PASSES} == set(CACHES)
+    report = plan("8b", LLAMA_8B, H100, [32768], [1], caches=list(PASSES), drafts=["quantspec", "sparse", "prompt-lookup"], gammas=[4])
+    rows = {(row.draft, row.cache): row for row in report.rows}
+    assert len(rows) == len(report.rows) == 4 * len(PASSES)
+    for text in PASSES:
+        cache = CacheConfig.parse(text)
+        assert rows["none", text].ms_per_token and rows["none", text].kernels_measured == (cache.kind in ("full", "int8"))
+        assert bool(rows["prompt-lookup", text].ms_per_token) == bool(rows["quantspec", text].ms_per_token) == cache.takes_drafts
+        assert bool(rows["sparse", text].ms_per_token) == (cache.kind == "int8")
+        memory, real = rows["none", text].memory, cache.outline(LLAMA_8B, 32768 + 640)
+        assert memory.cache + memory.host == real.num_bytes and bool(memory.host) == ("host" in text)
+        assert rows["none", text].copying_ms == pytest.approx(real.bytes_of_pass(BOTH_PLANES, 32769)[1] / 54e6, rel=0.01)
+    assert "which cache h2o does not give" in rows["sparse", "h2o:heavy=32,recent=64"].note
+    # The bus limits a pass that copies; a draft that reads the upper plane alone copies nothing where that is on the device.
+    copied = rows["quantspec", "int8:host=lower"]
+    assert copied.target_ms == copied.copying_ms > 3 * rows["none", "int8"].target_ms
+    assert copied.step_ms == rows["quantspec", "int8"].step_ms < rows["quantspec", "int8:host=all"].step_ms
+    assert {row.baseline for row in report.rows} == {"int8"}
+    small = dataclasses.replace(H100, memory_gb=19)  # only what has its cache in host memory fits
+    over_host = plan("8b", LLAMA_8B, small, [16384], [1], caches=["int8:host=all", "kivi"], drafts=["quantspec"], gammas=[4])
+    assert {row.cache for row in over_host.rows if row.status == "planned"} >= {"int8:host=all"}
+    with pytest.raises(InputError, match="cache 'int3' should be one of"):
+        plan("8b", LLAMA_8B, H100, [32768], [1], caches=["int3"])
+
+
+def test_copies_from_host_memory_take_what_was_measured():
+    """Passes of the target of Llama-2-7B over 130,048 tokens on an H200, gamma 12 (docs/measurements/2026-11.md)."""
+    for text, tokens, measured in (("full:host=all,resident=0.0625", 1, 1254), ("full:host=all", 13, 1291), ("int8:host=all", 13, 635)):
+        sizes = dict(context=130048, batch=1, tokens=tokens, capacity=130112)
+        found = timing.target_cost(DEVICES["h200"], LLAMA_7B, CacheConfig.parse(text), **sizes).seconds(DEVICES["h200"])
+        assert 1e3 * found == pytest.approx(measured, rel=0.06)
 
 
 # What drafts say of their steps
 
-ROW = Row(100 * 128, 200, 128)
+TOKENS_OF_ROW = 101 * 128 + 72  # 100 groups, and 200 buffered tokens
 
 
 def test_what_quantspec_reads():
     drafted, own = LayerReads(1, 12800, 200, 4), LayerReads(2, 12800, 200, 16)
-    of = lambda text: planned.draft_reads(LLAMA_8B, text, ROW)
-    assert of("quantspec") == StepReads(LLAMA_8B, (drafted,) * 32, 8)
+    of = lambda text: planned.draft_reads(LLAMA_8B, text, TOKENS_OF_ROW)
+    assert of("quantspec") == StepReads(LLAMA_8B, (drafted,) * 32, 8, cache_bytes=32 * 8 * (12800 * (128 + 8) + 200 * 512))
     assert of("quantspec:sensitive_layers=2").layers == (own, own, *(drafted,) * 28, own, own)
-    assert of("quantspec:weight_bits=16,cache=int8") == own_step(LLAMA_8B, ROW)
+    assert of("quantspec:weight_bits=16,cache=int8") == planned.own_reads(LLAMA_8B, TOKENS_OF_ROW)
 
 
 def test_what_sparse_reads():
     """6 % of the groups, but at least 4, and all of them in dense layers."""
-    of = lambda text, row: [layer.quantized // 128 for layer in planned.draft_reads(LLAMA_8B, text, row).layers]
-    assert of("sparse", ROW) == [6] * 32
-    assert of("sparse:budget=0.25,dense_layers=2", ROW) == [100] * 2 + [25] * 30
-    assert of("sparse", Row(3 * 128, 130, 128)) == [3] * 32
-    assert of("sparse:budget=0.01", ROW) == [4] * 32
+    of = lambda text, tokens: [layer.quantized // 128 for layer in planned.draft_reads(LLAMA_8B, text, tokens).layers]
+    assert of("sparse", TOKENS_OF_ROW) == [6] * 32
+    assert of("sparse:budget=0.25,dense_layers=2", TOKENS_OF_ROW) == [100] * 2 + [25] * 30
+    assert of("sparse", 3 * 128 + 130) == [3] * 32
+    assert of("sparse:budget=0.01", TOKENS_OF_ROW) == [4] * 32
 
 
 def test_a_cache_of_its_own_takes_memory():
     """streaming-llm reads a quarter of the prompt in full precision, with the token that it appends, and keeps it; and the keys of its
     16 sinks once more."""
-    reads = planned.draft_reads(LLAMA_8B, "streaming-llm", Row(0, 4097, 128))
+    reads = planned.draft_reads(LLAMA_8B, "streaming-llm", 4097)
     assert set(reads.layers) == {LayerReads(0, 0, 1025)} and reads.kernels_measured
     memory = memory_of(LLAMA_8B, INT8, planned.drafts_of(LLAMA_8B, "streaming-llm"), batch=2, context=4096, new_tokens=64, gamma=4)
     assert memory.draft == 2 * 32 * (1025 * 2 + 16) * 8 * 128 * 2
@@ -172,7 +237,9 @@ def test_a_cache_of_its_own_takes_memory():
     drafts = planned.drafts_of(LLAMA_8B, "snapkv:budget=512,generated=256")
     memory = memory_of(LLAMA_8B, INT8, drafts, batch=2, context=4096, new_tokens=256, gamma=4)
     assert memory.draft == 2 * 32 * (512 + 256 + 1) * 2 * 8 * 128 * 2
-    measured = {text: planned.draft_reads(LLAMA_8B, text, ROW).kernels_measured for text in ("quantspec", "sparse", "chunk-means")}
+    measured = {
+        text: planned.draft_reads(LLAMA_8B, text, TOKENS_OF_ROW).kernels_measured for text in ("quantspec", "sparse", "chunk-means")
+    }
     assert measured == {"quantspec": True, "sparse": True, "chunk-means": False}
 
 

@@ -28,12 +28,12 @@ from qspec_jax.planning import timing
 from qspec_jax.planning.acceptance import ACCEPTANCE, PROPOSING
 from qspec_jax.planning.devices import DEVICES
 from qspec_jax.planning.memory import memory_of
-from qspec_jax.planning.operations import cache_bytes_read, int4_bytes, layer_weight_bytes, model_bytes, row_of, step_weight_bytes
+from qspec_jax.planning.operations import int4_bytes, layer_weight_bytes, model_bytes, step_weight_bytes
 from qspec_jax.planning.plan import plan
 from qspec_jax.planning.plan_report import PlannedRow
 from qspec_jax.planning.report import PlanReport
 from qspec_jax.planning.rounds import Asked, expected_rounds
-from qspec_jax.planning.steps import LayerReads, Row, outlined
+from qspec_jax.planning.steps import LayerReads, outlined
 from qspec_jax.quantization.outline import outline
 from qspec_jax.reports import TABLE_WIDTH
 
@@ -159,13 +159,13 @@ def test_a_draft_without_a_model_is_planned_by_what_it_says_it_proposes(monkeypa
 
 def test_what_a_small_model_reads(small):
     config = LlamaConfig.from_hf(small / "config.json")
-    row = Row(3840, 257, G)
+    row = 4097
     found = planned.draft_reads(LLAMA_8B, f"small-model:model={small}", row)
     assert found.layers == (LayerReads(0, 0, 4097),) * 3 and found.config == config
     assert found.head_bits == 16 and found.kernels_measured
     window = f"small-model:model={small},reads=window,sinks=4,window=500"
     assert planned.draft_reads(LLAMA_8B, window, row).layers == (LayerReads(0, 0, 505),) * 3
-    assert planned.draft_reads(LLAMA_8B, window, Row(0, 300, G)).layers == (LayerReads(0, 0, 300),) * 3
+    assert planned.draft_reads(LLAMA_8B, window, 300).layers == (LayerReads(0, 0, 300),) * 3
     assert planned.draft_reads(LLAMA_8B, f"small-model:model={small},weight_bits=4", row).layers == (LayerReads(0, 0, 4097, 4),) * 3
 
 
@@ -173,7 +173,7 @@ def test_what_a_small_model_reads(small):
 def test_times_of_a_small_model(small, settings):
     text = f"small-model:model={small}{settings}"
     row = row_for(text, acceptances={"small-model": 0.8})
-    one, block = (planned.draft_reads(LLAMA_8B, text, row_of(LLAMA_8B, INT8, CONTEXT + new)) for new in (1, BLOCK))
+    one, block = (planned.draft_reads(LLAMA_8B, text, CONTEXT + new) for new in (1, BLOCK))
     step_s = seconds(timing.pass_cost(H100, one, G))
     first_s = seconds(timing.pass_cost(H100, block, G, tokens=BLOCK))
     rounds = expected_rounds(Schedule(G), GAMMA, Asked(0.8))
@@ -188,7 +188,7 @@ def test_times_of_a_small_model(small, settings):
 
 def test_memory_of_a_small_model(small):
     config = LlamaConfig.from_hf(small / "config.json")
-    held = lambda tokens: 3 * 2 * cache_bytes_read(config, LayerReads(0, 0, tokens), G)  # 3 layers, 2 rows
+    held = lambda tokens: 3 * 2 * tokens * 2 * 4 * 64 * 2  # 3 layers, 2 rows, keys and values of 4 heads of 64
     found = {
         settings: memory_of(
             LLAMA_8B,
@@ -219,7 +219,7 @@ def test_a_small_model_is_outlined_as_it_is_loaded(tmp_path, settings):
     real = make_draft(text, target)
     shapes = lambda draft: [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(draft)]
     assert shapes(found.draft) == shapes(real) and jax.tree.structure(found.draft) == jax.tree.structure(real)
-    assert step_weight_bytes(found.reads(Row(0, 1, G))) == step_bytes(real, INT8, 1) - step_of_cache(real, 1)
+    assert step_weight_bytes(found.reads(INT8.outline(TINY, 1), 1)) == step_bytes(real, INT8, 1) - step_of_cache(real, 1)
     gamma, prompt, new = 6, 96, 32
     given = Prompt(jnp.zeros((2, prompt), jnp.int32), jnp.full(2, prompt, jnp.int32), None, capacity=prompt + new, gamma=gamma)
     own = jax.eval_shape(lambda draft, prompt: draft.begin(prompt), real, given).own
@@ -230,7 +230,7 @@ def test_a_small_model_is_outlined_as_it_is_loaded(tmp_path, settings):
 
 def step_of_cache(draft: SmallModelDraft, tokens: int) -> int:
     c = draft.step.model.config
-    return c.num_layers * cache_bytes_read(c, draft.reads(0, 0, tokens, G), G)
+    return c.num_layers * draft.reads(0, None, tokens).full * 2 * c.num_kv_heads * c.head_dim * 2
 
 
 def test_bytes_of_a_step_of_a_small_model(tmp_path):
@@ -330,7 +330,7 @@ def test_a_small_model_catches_up_with_rounds_that_did_not_ask_it(small):
     given = dict(acceptances={"prompt-lookup": 0.4, "small-model": 0.8})
     row = row_for(f"combine:prompt-lookup+{text}", proposing={"": 0.75}, **given)
     rounds = expected_rounds(Schedule(G), GAMMA, Asked(0.4, 0.75), Asked(0.8))
-    reads = planned.draft_reads(LLAMA_8B, text, row_of(LLAMA_8B, INT8, CONTEXT + BLOCK))
+    reads = planned.draft_reads(LLAMA_8B, text, CONTEXT + BLOCK)
     first_s = seconds(timing.pass_cost(H100, reads, G, tokens=BLOCK))
     steps_s = sum(rounds.passes[1:]) * row.step_ms / 1e3
     assert row.round_ms == pytest.approx(round_ms(row, (rounds.passes[0] + 0.75 * rounds.tokens / BLOCK) * first_s, steps_s))

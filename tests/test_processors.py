@@ -13,13 +13,14 @@ from runs import random_model, random_prompts, run_rounds, with_draft
 from scipy.special import log_softmax
 
 from pallas_kernels.formats.views import UPPER_PLANE
+from qspec_jax.caches.cache import Reads
+from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding import logits_processors, round
 from qspec_jax.decoding.adaptive import PROBE_ROUNDS, Adaptive
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.sampling import make_sampler
 from qspec_jax.drafts import quantspec
-from qspec_jax.drafts.draft import Reads
 from qspec_jax.drafts.quantspec import QuantSpecDraft
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.scoring import token_logprobs
@@ -208,7 +209,8 @@ def test_sensitive_layers(float64):
         rates[layers] = out.stats.draft_acceptance_rate
         tokens.add(str(out.token_ids))
         planes = {0: (1, 1, 1), 1: (2, 1, 2), 2: (2, 2, 2)}[layers]
-        assert [draft.reads(i, 72, 9, 8) for i in range(3)] == [Reads(n, 72, 9) for n in planes]
+        cache = CacheConfig(group_size=8).outline(model.config, 81)
+        assert [draft.reads(i, cache, 81) for i in range(3)] == [Reads(n, 72, 9) for n in planes]
     assert len(tokens) == 1 and rates[2] == 1.0 and rates[0] < 1
     with pytest.raises(InputError, match="from 0 to the model's 3 layers"):
         quantspec(model, sensitive_layers=4)

@@ -109,7 +109,7 @@ def test_acceptance_is_of_what_a_row_drafted(model):
 
 @pytest.mark.parametrize(("settings", "since"), [("generated=5,rebuild=9", 5), ("generated=9,rebuild=5", 5), ("generated=7,rebuild=0", 7)])
 def test_a_step_reads_no_more_than_what_can_have_come_since_the_choice(model, settings, since):
-    found = make_draft(f"retrieval:budget=60,{settings}", model).reads(0, 0, 200, G)
+    found = make_draft(f"retrieval:budget=60,{settings}", model).held(200)
     assert found.full == 60 + 1 + since  # with the token that it appends
 
 

@@ -10,8 +10,10 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, Planes
 from pallas_kernels.formats.views import DenseView, ListedGroups, View
-from qspec_jax.drafts.draft import Reads
-from qspec_jax.drafts.step_bytes import bytes_of_tokens
+from qspec_jax.caches.cache import Reads
+from qspec_jax.caches.full import FullCache
+from qspec_jax.caches.hierarchical import HierarchicalCache
+from qspec_jax.caches.registry import CacheConfig
 
 SPARE_ROWS = 8
 INT32_BYTES = FLOAT32_BYTES = 4
@@ -141,7 +143,9 @@ def bytes_read(shape: AttentionShape) -> int:
     """Bytes that attention must read once: codes, scales and zeros of the quantized region or of what is listed of it, the lists, and used
     rows of the buffer; and where it observes, those of the mass that it must write."""
     reads = Reads(shape.planes or 0, sum(shape.listed_groups) * shape.group_size, sum(shape.buffered))
-    size = bytes_of_tokens(reads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, group_size=shape.group_size)
+    _, layer, lengths = jax.eval_shape(lambda: random_problem(shape, 0))
+    cache = FullCache((layer,), lengths) if shape.planes is None else HierarchicalCache((layer,), lengths, scheme=CacheConfig.scheme)
+    size, _ = cache.bytes_of_reads(0, reads)
     if shape.listed is not None:
         size += shape.kv_heads * INT32_BYTES * sum(count + 1 for count in shape.listed_groups)
     if shape.observe:

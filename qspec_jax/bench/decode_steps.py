@@ -11,16 +11,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.formats.kv_cache import Lengths
-from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE
+from pallas_kernels.formats.views import BOTH_PLANES
 from qspec_jax.bench.decode_rows import StepTiming
 from qspec_jax.bench.timing import Bandwidth, loop_trips, time_loop
-from qspec_jax.caches.cache import Cache, Gives
-from qspec_jax.caches.host_memory import StreamedCache
+from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.sampling import DRAFT, Sampler, prompt_keys
 from qspec_jax.decoding.state import DecodeState
-from qspec_jax.drafts.draft import Draft, ModelDraft, StepwiseDraft
-from qspec_jax.drafts.step_bytes import devices_of, reads_of_step, skipped_by, step_bytes, weight_bytes
+from qspec_jax.drafts.draft import Draft, StepwiseDraft
+from qspec_jax.drafts.step_bytes import cache_bytes_of_step, devices_of, step_bytes, weight_bytes
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.viewed import ViewedModel
 
@@ -101,27 +100,14 @@ class StepsOfRound:
         return self._step("target", _verified_and_observed if observed else _verified, (lengths, self.target), size, copied)
 
     def _draft_step(self, lengths: Lengths, draft: StepwiseDraft) -> TimedStep:
-        tokens, B = self.context + 1, self.batch_size
-        # A cache without groups is read whole in each layer whose attention the draft does not skip.
-        if isinstance(draft, ModelDraft) and not draft.own_cache and Gives.GROUPS not in self.shapes.gives:
-            reads = reads_of_step(draft, self.cache_config, tokens)
-            of_layers = self.shapes.bytes_of_pass(BOTH_PLANES, tokens)[0] * sum(each.quantized + each.full > 0 for each in reads)
-            of_weights = weight_bytes(draft.step.model, skipped=skipped_by(draft), on_device=True)
-            size = of_weights + B * of_layers // len(reads) // devices_of(self.target.model)
-        else:
-            size = step_bytes(draft, self.cache_config, tokens, batch=B, on_device=True)
-        return self._step("draft", _drafted, (lengths, draft), 0 if self._draft_copies(draft) else size)
+        tokens = self.context + 1
+        _, copied = cache_bytes_of_step(draft, self.shapes, tokens)
+        # The bytes of a step that copies something of the target's cache from host memory are not counted.
+        size = 0 if copied else step_bytes(draft, self.cache_config, tokens, batch=self.batch_size, on_device=True)
+        return self._step("draft", _drafted, (lengths, draft), size)
 
     def _step(self, name: str, function: Callable, inputs: tuple, size: int, host_bytes: int = 0) -> TimedStep:
         return TimedStep(name, function, inputs, max(5e-5, self.bandwidth.seconds(size, host_bytes)), size, host_bytes)
-
-    def _draft_copies(self, draft: StepwiseDraft) -> bool:
-        """Whether a step of the draft may copy something of the target's cache from host memory. What that takes is not counted."""
-        if not isinstance(draft, ModelDraft) or draft.own_cache or not isinstance(self.shapes, StreamedCache):
-            return False
-        planes = {reads.planes for reads in reads_of_step(draft, self.cache_config, self.context + 1)}
-        views = [UPPER_PLANE if each == 1 else BOTH_PLANES for each in planes]
-        return any(self.shapes.bytes_of_pass(view, self.context + 1)[1] for view in views)
 
 
 def _verified(tokens, cache, state, lengths, target):

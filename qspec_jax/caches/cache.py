@@ -28,6 +28,26 @@ class Gives(enum.Enum):
     TOKENS = "takes single tokens from the target's cache"
 
 
+@dataclasses.dataclass(frozen=True)
+class Reads:
+    """What a pass reads of one layer of a row, in tokens, those that it appends included.
+
+    Attributes:
+        planes: 4-bit planes read of each quantized token; codes of fewer bits are one plane.
+        quantized: tokens read in codes.
+        full: tokens read in full precision.
+        listed: whether the quantized tokens are those of listed groups, and not all that the row has.
+    """
+
+    planes: int
+    quantized: int
+    full: int
+    listed: bool = dataclasses.field(default=False, kw_only=True)
+
+
+NOTHING = Reads(0, 0, 0)
+
+
 class AppendedCache(AttendingCache, abc.ABC):
     """A cache that passes of a model append to and read: `attend` in each layer, then `advance`; `rollback` forgets tokens again.
 
@@ -52,6 +72,13 @@ class AppendedCache(AttendingCache, abc.ABC):
         Returns:
             The attended values, the layer's new entry, and the attention mass of each group if the view is observed, else None; see
             `pallas_kernels.attention.decode_attention`.
+        """
+
+    @abc.abstractmethod
+    def bytes_of_reads(self, layer: int, reads: Reads) -> tuple[int, int]:
+        """Bytes that a pass reads of one row of a layer on the device, and bytes that it copies from host memory.
+
+        reads: how many tokens it reads there. The arrays of the cache may be shapes, which need not say in which memory an array is.
         """
 
     def advance(self, layers: tuple[Any, ...], tokens: int) -> Self:
@@ -118,12 +145,19 @@ class Cache(AppendedCache):
         """
 
     @abc.abstractmethod
-    def bytes_of_pass(self, view: View, tokens: int) -> tuple[int, int]:
-        """Bytes that a pass through a view reads of one row on the device, and bytes that it copies from host memory.
+    def reads(self, view: View, tokens: int) -> Reads:
+        """What a pass through a view of everything reads of each layer of a row. tokens: that the row holds, those of the pass included."""
 
-        tokens: that the row holds, those of the pass included. The arrays of the cache may be shapes, which need not say in which memory an
-        array is.
-        """
+    def bytes_of_pass(self, view: View, tokens: int) -> tuple[int, int]:
+        """The bytes of that in all layers, see `bytes_of_reads`."""
+        reads = self.reads(view, tokens)
+        read, copied = zip(*(self.bytes_of_reads(layer, reads) for layer in range(len(self.layers))))
+        return sum(read), sum(copied)
+
+    @property
+    def num_host_bytes(self) -> int:
+        """The part of `num_bytes` that is in host memory. It follows from the settings, since shapes need not say it."""
+        return 0
 
     def with_layer_on_device(self, layer: int, *, after: Tree) -> tuple[Self, Tree]:
         """The cache with this whole layer on the device, for reading many of its tokens; and `after`, which the caller uses from then on.
@@ -228,6 +262,7 @@ def where_rows(rows: Bool[Array, "B"], new: Tree, old: Tree) -> Tree:
     return jax.tree.map(lambda new, old: jnp.where(rows.reshape(-1, *(1,) * (old.ndim - 1)), new, old), new, old)
 
 
-def bytes_of_entries(tree: Tree, count: int) -> int:
-    """Bytes of `count` entries of one row, tokens or groups of tokens, in arrays [rows, heads, entries, ...], which may be shapes."""
-    return sum(leaf.size * leaf.dtype.itemsize // (leaf.shape[0] * leaf.shape[2]) * count for leaf in jax.tree.leaves(tree) if leaf.size)
+def bytes_of_tokens(arrays: Tree, tokens: int, room: int) -> int:
+    """Bytes of `tokens` tokens of one row, in arrays, or shapes of them, whose rows, their first axis, have room for `room` tokens."""
+    leaves = jax.tree.leaves(arrays)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) * tokens // (leaves[0].shape[0] * room) if room else 0

@@ -7,6 +7,7 @@ the kernels of a full-precision cache read them; in 8 bits the reference path do
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Self
 
@@ -18,9 +19,10 @@ from pallas_kernels.append_attend import append_and_attend
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.token_codes import TokenCodes, TokenCodesLayer
 from pallas_kernels.formats.views import BOTH_PLANES, FULL_PRECISION
-from qspec_jax.caches.cache import AppendedCache, KeysValues, no_tokens
+from qspec_jax.caches.cache import AppendedCache, KeysValues, bytes_of_tokens, no_tokens
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.caches.ring import row_of_token
+from qspec_jax.models.config import LlamaConfig
 
 KINDS = ("full", "int8")
 Layer = FullLayer | TokenCodesLayer
@@ -57,6 +59,22 @@ class CompactCache(AppendedCache):
         """
         made = cls(tuple(layers), no_tokens(kept.shape[0]), kept, ring, taken)
         return made.rollback(made.committed)
+
+    @classmethod
+    @functools.cache
+    def outline(cls, model: LlamaConfig, kind: str) -> Self:
+        """The shapes of a cache with a row of one token, in bfloat16. kind: one of `KINDS`."""
+        token = jax.ShapeDtypeStruct((1, model.num_kv_heads, 1, model.head_dim), jnp.bfloat16)
+        layer = jax.eval_shape(functools.partial(cls.make_layer, kind=kind, appended=1), token, token)
+        number = jax.ShapeDtypeStruct((1,), jnp.int32)
+        return cls((layer,) * model.num_layers, Lengths(number, number), number, number, number)
+
+    def bytes_of_reads(self, layer, reads):
+        held = self.layers[layer]
+        if self.kind == "full":
+            return bytes_of_tokens(held, reads.full, held.keys.shape[2]), 0
+        coded = bytes_of_tokens((held.keys, held.values), reads.quantized, held.keys.tokens)
+        return coded + bytes_of_tokens(held.buffer, reads.full, held.buffer.keys.shape[2]), 0
 
     @staticmethod
     def make_layer(keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"], *, kind: str, appended: int, room: int = 0) -> Layer:

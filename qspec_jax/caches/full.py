@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.append_attend import append_and_attend
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.views import FULL_PRECISION
-from qspec_jax.caches.cache import Cache, KeysValues, bytes_of_entries, no_tokens
+from qspec_jax.caches.cache import Cache, KeysValues, Reads, bytes_of_tokens, no_tokens
 from qspec_jax.caches.host_memory import NONE, HostSettings
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.settings_text import setting
@@ -52,8 +52,11 @@ class FullCache(Cache):
         shape = dict(batch=batch, kv_heads=model.num_kv_heads, rows=rows, head_dim=model.head_dim, dtype=dtype)
         return cls(tuple(FullLayer.zeros(**shape) for _ in range(model.num_layers)), no_tokens(batch))
 
-    def bytes_of_pass(self, view, tokens):
-        return bytes_of_entries(self.layers, tokens), 0
+    def reads(self, view, tokens):
+        return Reads(0, 0, tokens)
+
+    def bytes_of_reads(self, layer, reads):
+        return bytes_of_tokens(self.layers[layer], reads.full, self.capacity), 0
 
     def fill(self, layer: int, keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"], n: Int[Array, "B"]) -> FullLayer:
         old = self.layers[layer]

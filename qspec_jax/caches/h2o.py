@@ -21,7 +21,7 @@ from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.pytree import pytree
 from pallas_kernels.formats.rounding import accumulation_dtype
 from pallas_kernels.rope_append import rotate_and_append
-from qspec_jax.caches.cache import MAX_TOKENS, at_most_once, bytes_of_entries, no_tokens
+from qspec_jax.caches.cache import MAX_TOKENS, Reads, at_most_once, bytes_of_tokens, no_tokens
 from qspec_jax.caches.evicting import EvictingCache
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.models.prompts import equal_parts
@@ -100,10 +100,13 @@ class H2OCache(EvictingCache):
 
         return cls(tuple(layer() for _ in range(model.num_layers)), no_tokens(batch), settings, capacity)
 
-    def bytes_of_pass(self, view, tokens):
-        quantized = int(self.schedule.quantized_length(tokens))
-        held = min(quantized, self.settings.heavy) + tokens - quantized
-        return bytes_of_entries([layer.tokens for layer in self.layers], held), 0
+    def reads(self, view, tokens):
+        competed = int(self.schedule.quantized_length(tokens))
+        return Reads(0, 0, min(competed, self.settings.heavy) + tokens - competed)
+
+    def bytes_of_reads(self, layer, reads):
+        held = self.layers[layer].tokens
+        return bytes_of_tokens(held, reads.full, held.keys.shape[2]), 0
 
     def fill(
         self,

@@ -15,7 +15,7 @@ from pallas_kernels.append_attend import append_and_attend
 from pallas_kernels.flush import flush
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, Planes, dequantize_tokens, quantize_groups, rows_from
 from pallas_kernels.formats.rounding import accumulation_dtype
-from qspec_jax.caches.cache import Gives, KeysValues, PooledCache, at_most_once, bytes_of_entries, no_tokens
+from qspec_jax.caches.cache import Gives, KeysValues, PooledCache, Reads, at_most_once, bytes_of_tokens, no_tokens
 from qspec_jax.caches.host_memory import NONE, HostSettings
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.models.prompts import by_heads
@@ -87,12 +87,16 @@ class HierarchicalCache(PooledCache):
         shape |= dict(groups=schedule.groups(capacity), buffer_rows=schedule.buffer_rows(num_speculative_tokens))
         return cls(tuple(HierarchicalLayer.zeros(**shape) for _ in range(model.num_layers)), no_tokens(batch), scheme)
 
-    def bytes_of_pass(self, view, tokens):
+    def reads(self, view, tokens):
         quantized = int(self.schedule.quantized_length(tokens))
-        planes = [planes for layer in self.layers for planes in (layer.keys, layer.values)]
-        names = ("upper", "lower", "scale", "zero") if view.planes == 2 else ("upper", "scale", "zero")
-        read = bytes_of_entries([[getattr(each, name) for name in names] for each in planes], quantized // self.group_size)
-        return read + bytes_of_entries([layer.buffer for layer in self.layers], tokens - quantized), 0
+        return Reads(view.planes, quantized, tokens - quantized)
+
+    def bytes_of_reads(self, layer, reads):
+        held = self.layers[layer]
+        names = ("upper", "lower", "scale", "zero") if reads.planes == 2 else ("upper", "scale", "zero")
+        coded = [getattr(planes, name) for planes in (held.keys, held.values) for name in names]
+        read = bytes_of_tokens(coded, reads.quantized, held.keys.upper.shape[2] * self.group_size)
+        return read + bytes_of_tokens(held.buffer, reads.full, held.buffer.keys.shape[2]), 0
 
     def fill(self, layer: int, keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"], n: Int[Array, "B"]) -> HierarchicalLayer:
         """See `Cache.fill`. Whole groups are quantized, the rest is in the buffer. Not for rows that share a pool."""

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from pallas_kernels.formats.views import View
-from qspec_jax.caches.cache import AppendedCache
+from pallas_kernels.formats.views import DenseView, View
+from qspec_jax.caches.cache import NOTHING, AppendedCache
 from qspec_jax.errors import InputError
 from qspec_jax.settings_text import check_settings, setting
 
@@ -75,11 +75,6 @@ def in_host(x: Array | jax.ShapeDtypeStruct | jax.core.ShapedArray) -> bool:
     return (x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)).memory_space == HOST
 
 
-def host_bytes(cache: AppendedCache) -> int:
-    """Bytes of its layers that are in host memory."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(cache.layers) if in_host(leaf))
-
-
 def to_host(x: Array) -> Array:
     return jax.device_put(x, HOST)
 
@@ -131,12 +126,18 @@ class StreamedCache(AppendedCache):
         part = self.part_read(self.layers[layer], view)
         return part if any(map(in_host, jax.tree.leaves(part))) else ()
 
-    def bytes_of_pass(self, view, tokens):
-        read, _ = super().bytes_of_pass(view, tokens)
-        # Arrays are copied whole. Shapes may not say which memory an array is in; the settings do.
-        far = [layer for layer, streamed in zip(self.layers, self.settings.streamed(len(self.layers))) if streamed]
-        copied = jax.tree.leaves([self.part_read(layer, view) for layer in far])
+    def bytes_of_reads(self, layer, reads):
+        read, _ = super().bytes_of_reads(layer, reads)
+        if reads == NOTHING or not self.settings.streamed(len(self.layers))[layer]:
+            return read, 0
+        # Arrays are copied whole.
+        copied = jax.tree.leaves(self.part_read(self.layers[layer], DenseView(reads.planes)))
         return read, sum(leaf.size * leaf.dtype.itemsize // leaf.shape[0] for leaf in copied)
+
+    @property
+    def num_host_bytes(self) -> int:
+        far = [self.offloaded_part(held) for held, streamed in zip(self.layers, self.settings.streamed(len(self.layers))) if streamed]
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(far))
 
     @abc.abstractmethod
     def with_part(self, held: Any, part: Any) -> Any:

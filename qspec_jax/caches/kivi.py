@@ -18,7 +18,7 @@ from pallas_kernels.formats.low_bits import BITS, RULES, LowBits, key_parameter_
 from pallas_kernels.formats.rounding import accumulation_dtype, parameter_dtype
 from pallas_kernels.formats.token_codes import TokenCodesLayer
 from pallas_kernels.formats.views import BOTH_PLANES
-from qspec_jax.caches.cache import MAX_TOKENS, Cache, KeysValues, at_most_once, no_tokens
+from qspec_jax.caches.cache import MAX_TOKENS, Cache, KeysValues, Reads, at_most_once, bytes_of_tokens, no_tokens
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.errors import InputError
 from qspec_jax.models.prompts import by_heads
@@ -104,14 +104,14 @@ class KiviCache(Cache):
         layers = (TokenCodesLayer(keys(), values(), buffer()) for _ in range(model.num_layers))
         return cls(tuple(layers), no_tokens(batch), settings)
 
-    def bytes_of_pass(self, view, tokens):
-        quantized, rows = int(self.schedule.quantized_length(tokens)), self.lengths.quantized.shape[0]
+    def reads(self, view, tokens):
+        quantized = int(self.schedule.quantized_length(tokens))
+        return Reads(1, quantized, tokens - quantized)
 
-        def of_row(tree, held, room):
-            return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) * held // (rows * room)
-
-        coded = sum(of_row((x.keys, x.values), quantized, x.keys.tokens) if x.keys.tokens else 0 for x in self.layers)
-        return coded + sum(of_row(x.buffer, tokens - quantized, x.buffer.keys.shape[2]) for x in self.layers), 0
+    def bytes_of_reads(self, layer, reads):
+        held = self.layers[layer]
+        coded = bytes_of_tokens((held.keys, held.values), reads.quantized, held.keys.tokens)
+        return coded + bytes_of_tokens(held.buffer, reads.full, held.buffer.keys.shape[2]), 0
 
     def fill(self, layer: int, keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"], n: Int[Array, "B"]) -> TokenCodesLayer:
         old, start = self.layers[layer], self.schedule.quantized_length(n)

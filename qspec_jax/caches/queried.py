@@ -33,6 +33,9 @@ class QueriedCache(AppendedCache):
     def lengths(self) -> Lengths:
         return self.cache.lengths
 
+    def bytes_of_reads(self, layer, reads):
+        return self.cache.bytes_of_reads(layer, reads)
+
     def for_pass(self, views):
         return dataclasses.replace(self, cache=self.cache.for_pass(views))
 

@@ -1,6 +1,7 @@
 """Every cache by its name, and the configuration that chooses one. A further cache is a file beside this one, and an entry here."""
 
 import dataclasses
+import functools
 from typing import Any, ClassVar, Protocol, Self
 
 import jax
@@ -208,10 +209,13 @@ class CacheConfig:
     def _schedule(self, group_size: int) -> Schedule:
         return CACHES[self.kind].schedule_of(group_size, self.settings)
 
+    def outline(self, model: LlamaConfig, capacity: int, num_speculative_tokens: int = 0) -> Cache:
+        """The shapes of a cache of one row, in bfloat16, see `empty`. Raises InputError as it does."""
+        return _outline(self, model, capacity, num_speculative_tokens)
+
     def check(self, model: LlamaConfig) -> None:
-        """Raises InputError where no model of this shape can have the cache, as `empty` does; only shapes are computed with."""
-        sizes = dict(batch=1, capacity=1, num_speculative_tokens=0, dtype=jnp.dtype(jnp.bfloat16))
-        jax.eval_shape(lambda: self.empty(model, **sizes))
+        """Raises InputError where no model of this shape can have the cache."""
+        self.outline(model, 1)
 
     def check_division(self, model: Llama) -> None:
         """Raises InputError where the cache cannot be divided over devices as the model is."""
@@ -225,3 +229,10 @@ class CacheConfig:
         choice = dict(group_size=self.group_size_for(model.head_dim), scheme=self.scheme, settings=self.settings)
         sizes = dict(batch=batch, capacity=capacity, num_speculative_tokens=num_speculative_tokens, dtype=dtype)
         return self._class.make(model, **choice, **sizes)
+
+
+@functools.lru_cache(maxsize=256)
+def _outline(cache: CacheConfig, model: LlamaConfig, capacity: int, num_speculative_tokens: int) -> Cache:
+    sizes = dict(batch=1, capacity=capacity, num_speculative_tokens=num_speculative_tokens, dtype=jnp.dtype(jnp.bfloat16))
+    made = jax.eval_shape(lambda: cache.empty(dataclasses.replace(model, num_layers=1), **sizes))
+    return dataclasses.replace(made, layers=made.layers * model.num_layers)  # all have the same shapes

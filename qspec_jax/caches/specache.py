@@ -137,14 +137,22 @@ class SpeCache(Cache):
             layers.append(SpeCacheLayer(layer, to_host(store) if settings.in_host_memory else store, none))
         return cls(tuple(layers), no_tokens(batch), jnp.zeros(batch, bool), settings)
 
-    def bytes_of_pass(self, view, tokens):
-        fetched = [layer.fetched.keys_values for layer in self.layers]
-        size = sum(leaf.size * leaf.dtype.itemsize for leaf in fetched) // self.lengths.quantized.shape[0]
-        coded, _ = self._codes.bytes_of_pass(view, tokens)
-        # `size` counts twice: for the tokens that the pass reads in full precision, and for those that it fetches. With host=store it may
-        # fetch fewer, as the GPU kernel does not read from host memory what was fetched before. Where a pass chooses for itself (fetch=now,
-        # and fetch=checked after a wrong guess) it also reads the codes a second time, which is not counted.
-        return (coded + size, size) if self.settings.in_host_memory else (coded + 2 * size, 0)
+    def reads(self, view, tokens):
+        reads = self._codes.reads(view, tokens)
+        return dataclasses.replace(reads, full=reads.full + self.layers[0].fetched.positions.shape[2])
+
+    def bytes_of_reads(self, layer, reads):
+        # What a pass fetches for the next one. With host=store it may fetch fewer tokens, as the GPU kernel does not read from host memory
+        # what was fetched before. Where a pass chooses for itself (fetch=now, and fetch=checked after a wrong guess) it also reads the
+        # codes a second time, which is not counted.
+        held = self.layers[layer].fetched.keys_values
+        fetched = held.size * held.dtype.itemsize // held.shape[0]
+        read, _ = self._codes.bytes_of_reads(layer, reads)
+        return (read, fetched) if self.settings.in_host_memory else (read + fetched, 0)
+
+    @property
+    def num_host_bytes(self) -> int:
+        return sum(layer.store.size * layer.store.dtype.itemsize for layer in self.layers) if self.settings.in_host_memory else 0
 
     def fill(self, layer: int, keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"], n: Int[Array, "B"]) -> SpeCacheLayer:
         old = self.layers[layer]

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.attention.reference import attend_readable
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.rope_append import split_and_rotate
-from qspec_jax.caches.cache import MAX_TOKENS, bytes_of_entries, no_tokens
+from qspec_jax.caches.cache import MAX_TOKENS, Reads, bytes_of_tokens, no_tokens
 from qspec_jax.caches.evicting import EvictingCache
 from qspec_jax.caches.ring import row_of_token, token_in_row
 from qspec_jax.caches.schedule import Schedule
@@ -66,8 +66,11 @@ class StreamingCache(EvictingCache):
         layers = tuple(FullLayer.zeros(**shape) for _ in range(model.num_layers))
         return cls(layers, no_tokens(batch), settings, capacity)
 
-    def bytes_of_pass(self, view, tokens):
-        return bytes_of_entries(self.layers, min(tokens, self.layers[0].keys.shape[2])), 0
+    def reads(self, view, tokens):
+        return Reads(0, 0, min(tokens, self.layers[0].keys.shape[2]))
+
+    def bytes_of_reads(self, layer, reads):
+        return bytes_of_tokens(self.layers[layer], reads.full, self.layers[layer].keys.shape[2]), 0
 
     def fill(self, layer: int, keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"], n: Int[Array, "B"]) -> FullLayer:
         return FullLayer(*FullLayer(keys, values).read(self._positions(n)[:, None]))

@@ -7,6 +7,7 @@ import typer
 from pallas_kernels.attention.support import MAX_TOKENS
 from qspec_jax import reports
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture
+from qspec_jax.caches.registry import CACHES
 from qspec_jax.checkpoints import huggingface
 from qspec_jax.cli.options import Json, Output, Plot
 from qspec_jax.drafts.registry import DRAFTS
@@ -34,6 +35,14 @@ def plan(
         ),
     ] = None,
     batch: Annotated[list[int] | None, typer.Option(help="Rows decoded at a time; may be given several times: 1, if not given.")] = None,
+    cache: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[:SETTING=VALUE,...]",
+            help=f"A cache to decode over, with each draft and without, one of {', '.join(CACHES)}; may be given several times: drafts "
+            "are over int8, if none is given. Decoding without a draft over full and over int8 is always planned.",
+        ),
+    ] = None,
     draft: Annotated[
         list[str] | None,
         typer.Option(
@@ -97,6 +106,7 @@ def plan(
             found,
             contexts,
             batches,
+            caches=cache or (),
             drafts=draft or (),
             acceptances=acceptances,
             proposing=shares,

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key
 
-from qspec_jax.caches.host_memory import host_bytes
 from qspec_jax.decoding import state
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.limits import make_limits
@@ -308,7 +307,7 @@ class _Run:
     def updates(self) -> Iterator[list[tuple[list[int], str]]]:
         """New tokens of each row, and their text: after prefill, and after every `rounds_per_update` rounds until all rows have ended."""
         state, self.prefill_s = self._prefilled()
-        self.cache_bytes, self.host_cache_bytes, self.decode_s = state.cache.num_bytes, host_bytes(state.cache), 0.0
+        self.cache_bytes, self.host_cache_bytes, self.decode_s = state.cache.num_bytes, state.cache.num_host_bytes, 0.0
         self.engine.compile_rounds(state, self.sampler, self.limits)
         while True:
             yield self._update(state)

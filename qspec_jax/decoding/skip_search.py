@@ -29,9 +29,8 @@ from qspec_jax.caches.cache import Cache, longer
 from qspec_jax.caches.prefill import prefill
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.compiled import Compiled
-from qspec_jax.drafts.draft import Reads
 from qspec_jax.drafts.self_speculative import SelfSpeculativeDraft
-from qspec_jax.drafts.step_bytes import ITEM_BYTES, bytes_of_tokens, weight_bytes
+from qspec_jax.drafts.step_bytes import ITEM_BYTES, weight_bytes
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import padded
 from qspec_jax.models.skipping import NO_LAYERS, GatedModel, Skipped
@@ -90,17 +89,16 @@ class RoundBytes:
     def of(cls, target: Llama, draft: SelfSpeculativeDraft, cache: CacheConfig, gamma: int, tokens: int) -> Self:
         """The bytes for a row with `tokens` tokens."""
         model, c = draft.step.model, target.config
-        G, quantized = cache.group_size_for(c.head_dim), int(cache.schedule_for(c.head_dim).quantized_length(tokens))
-        held = functools.partial(bytes_of_tokens, kv_heads=c.num_kv_heads, head_dim=c.head_dim, group_size=G)
-        of_weights = functools.partial(weight_bytes, max_item_bytes=ITEM_BYTES)
-        keys_values = [held(draft.reads(layer, quantized, tokens - quantized, G)) for layer in range(c.num_layers)]
+        of_weights, shapes = functools.partial(weight_bytes, max_item_bytes=ITEM_BYTES), cache.outline(c, tokens)
+        read = draft.cache_read(shapes)
+        keys_values = [read.bytes_of_reads(layer, draft.reads(layer, shapes, tokens))[0] for layer in range(c.num_layers)]
         everything = of_weights(model) + sum(keys_values)
 
         def saved(**skipped: set[int]) -> int:
             return of_weights(model) - of_weights(model, skipped=Skipped(**skipped))
 
         sublayers = [(saved(attention={i}) + of_layer, saved(mlp={i})) for i, of_layer in enumerate(keys_values)]
-        of_target = of_weights(target) + c.num_layers * held(Reads(BOTH_PLANES.planes, quantized, tokens - quantized))
+        of_target = of_weights(target) + shapes.bytes_of_pass(BOTH_PLANES, tokens)[0]
         return cls(np.array(sublayers, float), everything - sum(map(sum, sublayers)), of_target, gamma)
 
     def of_step(self, skip: Bool[np.ndarray, "L 2"]) -> float:

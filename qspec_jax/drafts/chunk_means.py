@@ -16,10 +16,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.formats.views import UPPER_PLANE, ChosenTokens
-from qspec_jax.caches.cache import AppendedCache, Cache, Gives
+from qspec_jax.caches.cache import AppendedCache, Cache, Gives, Reads
 from qspec_jax.drafts.choosing import check_budget, check_fits, check_has_groups, parts_asked, tokens_asked
 from qspec_jax.drafts.chunks import FirstQueriesCache, chunk_scores
-from qspec_jax.drafts.draft import Prompt, Reads, RoundResult
+from qspec_jax.drafts.draft import Prompt, RoundResult
 from qspec_jax.drafts.self_speculative import SelfSpeculativeDraft, SelfSpeculativeSettings
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
@@ -116,7 +116,9 @@ class ChunkMeansDraft(SelfSpeculativeDraft):
         chosen = tuple(jnp.where(due[:, None, None], new, old) for new, old in zip(chosen_again, chosen))
         return ChunkMeansState(chosen, state.queries, jnp.where(due, 0, since))
 
-    def reads(self, layer: int, quantized: int, buffered: int, group_size: int) -> Reads:
-        settings = self.settings
-        asked = tokens_asked(settings.budget, quantized, settings.chunk)
-        return Reads(1, quantized if layer < settings.dense_layers else min(quantized, asked), buffered)
+    def reads(self, layer: int, cache: Cache, tokens: int) -> Reads:
+        settings, dense = self.settings, cache.reads(UPPER_PLANE, tokens)
+        if layer < settings.dense_layers:
+            return dense
+        asked = tokens_asked(settings.budget, dense.quantized, settings.chunk)
+        return dataclasses.replace(dense, quantized=min(dense.quantized, asked))

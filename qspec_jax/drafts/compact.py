@@ -14,9 +14,9 @@ from jaxtyping import Array, Bool, Int
 
 from pallas_kernels.formats.kv_cache import HeldKeys
 from pallas_kernels.formats.views import FULL_PRECISION, View
-from qspec_jax.caches.cache import AppendedCache, Cache, Gives, KeysValues
+from qspec_jax.caches.cache import AppendedCache, Cache, Gives, KeysValues, Reads
 from qspec_jax.caches.compact import KINDS, CompactCache
-from qspec_jax.drafts.draft import Prompt, Reads, RoundResult, State
+from qspec_jax.drafts.draft import Prompt, RoundResult, State
 from qspec_jax.drafts.self_speculative import SelfSpeculativeDraft, SelfSpeculativeSettings
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
@@ -43,6 +43,11 @@ class CompactSettings(SelfSpeculativeSettings, abc.ABC):
     @abc.abstractmethod
     def always(self) -> tuple[int, str]:
         """How many tokens are read whatever the budget, which must be larger, and what they are called."""
+
+    @property
+    def ring_size(self) -> int:
+        """How many of the most recent generated tokens are read besides the budget."""
+        return 0
 
     def __post_init__(self):
         super().__post_init__()
@@ -92,12 +97,25 @@ class CompactDraft(SelfSpeculativeDraft):
     def commit(self, state: CompactCache, result: RoundResult, cache: Cache) -> CompactCache:
         return state.take_in(*tokens_of_round(result, cache))
 
-    def reads(self, layer: int, quantized: int, buffered: int, group_size: int) -> Reads:
-        """See `ModelDraft.reads`. The row is counted as one that has just been prefilled: what is cached of it, without the token that
-        is appended, is the prompt that the budget is a share of."""
-        prompt = quantized + buffered - 1
-        held = min(prompt, self.settings.budget_of(prompt))
-        return Reads(0, 0, held + 1) if self.settings.cache == "full" else Reads(2, held, 1, key_groups=False)
+    def reads(self, layer: int, cache: Cache, tokens: int) -> Reads:
+        return self.held(tokens)
+
+    def held(self, tokens: int) -> Reads:
+        """What a step reads of the compact cache. The row is counted as one that has just been prefilled: its tokens, without the one that
+        is appended, are the prompt that the budget is a share of. A ring of generated tokens is counted as full, as it is when the cache's
+        memory is used up; before that a step reads less."""
+        chosen = min(tokens - 1, self.settings.budget_of(tokens - 1))
+        return self.read_of(chosen + min(self.settings.ring_size, tokens - 1 - chosen), 1)
+
+    def read_of(self, taken_in: int, appended: int) -> Reads:
+        """What is read of the compact cache with these numbers of tokens."""
+        return Reads(0, 0, taken_in + appended) if self.settings.cache == "full" else Reads(2, taken_in, appended)
+
+    def cache_read(self, cache: Cache) -> CompactCache:
+        return CompactCache.outline(self.step.model.config, self.settings.cache)
+
+    def holds(self, prompt: int, capacity: int, gamma: int) -> Reads:
+        return self.held(prompt + 1)
 
     def check_capacity(self, capacity: int) -> None:
         """Raises InputError for a budget of more tokens than a row has room for, and for a share that must be more than that."""
@@ -125,9 +143,3 @@ def tokens_of_round(result: RoundResult, cache: Cache) -> tuple[list[KeysValues]
     came = jnp.where(result.count > 0, result.accepted + 1, 0)
     positions = (cache.lengths.total - came)[:, None] + jnp.arange(result.tokens.shape[1])
     return [cache.recent_tokens(i, positions[:, None]) for i in range(len(cache.layers))], came
-
-
-def with_generated(reads: Reads, maximum: int, tokens: int) -> Reads:
-    """What a step reads that also reads the most recent generated tokens, at most `maximum`, of a row of `tokens` tokens."""
-    more, part = min(maximum, tokens - reads.quantized - reads.full), "quantized" if reads.planes else "full"
-    return dataclasses.replace(reads, **{part: getattr(reads, part) + more})

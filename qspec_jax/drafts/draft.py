@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.formats.kv_cache import HeldKeys
 from pallas_kernels.formats.views import DenseView, View
-from qspec_jax.caches.cache import AppendedCache, Cache, Gives
+from qspec_jax.caches.cache import NOTHING, AppendedCache, Cache, Gives, Reads
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.skipping import Skipped
@@ -236,25 +236,6 @@ class Draft(abc.ABC):
         return self
 
 
-@dataclasses.dataclass(frozen=True)
-class Reads:
-    """What a step reads of one layer of a row, in tokens, the one that it appends included.
-
-    Attributes:
-        planes: 4-bit planes read of each quantized token.
-        quantized: tokens read in 4-bit codes.
-        full: tokens read in full precision.
-        key_groups: whether keys have a scale and a zero for each channel and group, as in the target's cache, or for each token.
-        listed: whether the quantized tokens are those of listed groups, and not all that the row has.
-    """
-
-    planes: int
-    quantized: int
-    full: int
-    key_groups: bool = dataclasses.field(default=True, kw_only=True)
-    listed: bool = dataclasses.field(default=False, kw_only=True)
-
-
 class ModelDraft(Draft):
     """A draft whose tokens come from single-token steps of a model. A subclass says what they read, for cost estimates (`qspec plan`).
 
@@ -278,19 +259,23 @@ class ModelDraft(Draft):
         return tuple((name, getattr(self.step.model.checkpoint_config, name)) for name in names)
 
     @abc.abstractmethod
-    def reads(self, layer: int, quantized: int, buffered: int, group_size: int) -> Reads:
-        """What a step reads of a layer, for cost estimates (`qspec plan`).
+    def reads(self, layer: int, cache: Cache, tokens: int) -> Reads:
+        """What a step reads of a layer of one row, for cost estimates (`qspec plan`).
 
-        quantized, buffered: tokens in the target's cache of a row, in groups of group_size and in full precision; buffered counts the one
-        this step appends.
+        cache: the target's, or its shapes. tokens: that the row holds, the one that this step appends included.
         """
 
-    def holds(self, layer: int, prompt: int, capacity: int, gamma: int) -> Reads:
-        """What the draft's own cache has memory for in a row and layer: unless a subclass says otherwise, what the first step reads.
+    def cache_read(self, cache: Cache) -> AppendedCache:
+        """The cache that steps read: the target's, which is given, or the shapes of the draft's own. Its `bytes_of_reads` says the bytes of
+        `reads` and of `holds`."""
+        return cache
+
+    def holds(self, prompt: int, capacity: int, gamma: int) -> Reads:
+        """What the draft's own cache has memory for in each layer of a row; nothing without one.
 
         prompt: tokens of the prompt. capacity: the maximum number of tokens of the row. gamma: the maximum number of drafts in a round.
         """
-        return self.reads(layer, 0, prompt + 1, group_size=1)  # no token is in a group
+        return NOTHING
 
     def raised_to(self, quantized: int, group_size: int) -> int | None:
         """How many groups a step reads of a row because of a minimum, if the draft's budget asks for fewer; else None."""

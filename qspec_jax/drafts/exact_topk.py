@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.formats.views import UPPER_PLANE, LargestMass
-from qspec_jax.caches.cache import Cache, Gives
+from qspec_jax.caches.cache import Cache, Gives, Reads
 from qspec_jax.drafts.choosing import check_budget, check_fits, check_has_groups, parts_asked, tokens_asked
-from qspec_jax.drafts.draft import Prompt, Reads, State
+from qspec_jax.drafts.draft import Prompt, State
 from qspec_jax.drafts.self_speculative import SelfSpeculativeDraft, SelfSpeculativeSettings
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
@@ -75,8 +75,10 @@ class ExactTopKDraft(SelfSpeculativeDraft):
         views = tuple(UPPER_PLANE if layer < self.settings.dense_layers else chosen for layer in range(len(cache.layers)))
         return ViewedModel(self.step.model, views)
 
-    def reads(self, layer: int, quantized: int, buffered: int, group_size: int) -> Reads:
+    def reads(self, layer: int, cache: Cache, tokens: int) -> Reads:
         """See `ModelDraft.reads`. That a step reads all keys to find its choice does not count: no draft that is measured by it does."""
-        settings = self.settings
-        asked = tokens_asked(settings.budget, quantized, settings.size(group_size))
-        return Reads(1, quantized if layer < settings.dense_layers else min(quantized, asked), buffered)
+        settings, dense = self.settings, cache.reads(UPPER_PLANE, tokens)
+        if layer < settings.dense_layers:
+            return dense
+        asked = tokens_asked(settings.budget, dense.quantized, settings.size(cache.group_size))
+        return dataclasses.replace(dense, quantized=min(dense.quantized, asked))

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import jax
 
 from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE, View
-from qspec_jax.caches.cache import Cache
-from qspec_jax.drafts.draft import Reads, State
+from qspec_jax.caches.cache import NOTHING, Cache, Reads
+from qspec_jax.drafts.draft import State
 from qspec_jax.drafts.int4 import int4_model, with_own_layers
 from qspec_jax.drafts.self_speculative import SelfSpeculativeDraft, SelfSpeculativeSettings
 from qspec_jax.errors import InputError
@@ -30,11 +30,10 @@ class QuantSpecDraft(SelfSpeculativeDraft):
     def step_in_round(self, state: State, cache: Cache) -> ViewedModel:
         return self.through(self.step.view) if self.skipped else self.step
 
-    def reads(self, layer: int, quantized: int, buffered: int, group_size: int) -> Reads:
+    def reads(self, layer: int, cache: Cache, tokens: int) -> Reads:
         if layer in self.skipped.attention:
-            return Reads(0, 0, 0)
-        view = self.step.view[layer] if isinstance(self.step.view, tuple) else self.step.view
-        return Reads(view.planes, quantized, buffered)
+            return NOTHING
+        return cache.reads(self.step.view[layer] if isinstance(self.step.view, tuple) else self.step.view, tokens)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,11 +20,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.formats.kv_cache import HeldKeys
 from pallas_kernels.formats.views import View
-from qspec_jax.caches.cache import AppendedCache, Cache
+from qspec_jax.caches.cache import AppendedCache, Cache, Reads
 from qspec_jax.caches.compact import CompactCache
 from qspec_jax.drafts.chunks import FirstQueriesCache, chunk_scores
-from qspec_jax.drafts.compact import CompactDraft, CompactSettings, with_generated
-from qspec_jax.drafts.draft import Prompt, Reads, RoundResult
+from qspec_jax.drafts.compact import CompactDraft, CompactSettings
+from qspec_jax.drafts.draft import Prompt, RoundResult
 from qspec_jax.models.llama import Llama
 from qspec_jax.settings_text import setting
 
@@ -185,16 +185,12 @@ class RetrievalDraft(CompactDraft):
         own, _ = lax.while_loop(lambda carry: carry[1].any(), choose_for_next_row, (own, due))
         return dataclasses.replace(new, own=own, since=jnp.where(due, 0, since), accepted=jnp.where(due, 1, accepted))
 
-    def reads(self, layer: int, quantized: int, buffered: int, group_size: int) -> Reads:
-        """See `ModelDraft.reads`. The ring is counted as full; before that a step reads less."""
-        return with_generated(super().reads(layer, quantized, buffered, group_size), self.settings.ring_size, quantized + buffered)
-
-    def holds(self, layer: int, prompt: int, capacity: int, gamma: int) -> Reads:
+    def holds(self, prompt: int, capacity: int, gamma: int) -> Reads:
         """See `ModelDraft.holds`: what `begin` makes room for."""
         settings = self.settings
         chosen = min(settings.budget_of(prompt), max(settings.min_tokens, capacity + settings.chunk))
         rows = chosen + max(1, min(settings.ring_size, capacity - prompt))
-        return Reads(0, 0, rows + gamma + 1) if settings.cache == "full" else Reads(2, rows, gamma + 1, key_groups=False)
+        return self.read_of(rows, gamma + 1)
 
 
 def best_chunks(score: Float[Array, "R K chunks"], count: Int[Array, "R"], *, most: int) -> Int[Array, "R K most"]:

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.formats.views import FULL_PRECISION
-from qspec_jax.caches.cache import AppendedCache, Cache
-from qspec_jax.drafts.draft import ModelDraft, Prompt, Proposal, Reads, Round, RoundResult, propose_by_steps
+from qspec_jax.caches.cache import AppendedCache, Cache, Reads
+from qspec_jax.caches.compact import CompactCache
+from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.drafts.draft import ModelDraft, Prompt, Proposal, Round, RoundResult, propose_by_steps
 from qspec_jax.drafts.history import History
 from qspec_jax.drafts.own_cache import OwnText, WholeText, Window
 from qspec_jax.drafts.own_model import own_config, own_model
@@ -90,11 +92,14 @@ class SmallModelDraft(ModelDraft):
     def max_length(self) -> int | None:
         return None if self.window else self.step.model.config.max_length
 
-    def reads(self, layer: int, quantized: int, buffered: int, group_size: int) -> Reads:
-        tokens = quantized + buffered
+    def reads(self, layer: int, cache: Cache, tokens: int) -> Reads:
         return Reads(0, 0, min(tokens, self.sinks + self.window + 1) if self.window else tokens)
 
-    def holds(self, layer: int, prompt: int, capacity: int, gamma: int) -> Reads:
+    def cache_read(self, cache: Cache) -> AppendedCache:
+        config = self.step.model.config
+        return CompactCache.outline(config, "full") if self.window else CacheConfig("full").outline(config, 1)
+
+    def holds(self, prompt: int, capacity: int, gamma: int) -> Reads:
         held = self.sinks + self.window + tokens_of_sinks(self.sinks) if self.window else capacity
         return Reads(0, 0, held + max(gamma, BLOCK) + 1)
 

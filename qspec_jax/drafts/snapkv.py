@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.formats.rounding import accumulation_dtype
 from qspec_jax.caches.compact import CompactCache
-from qspec_jax.drafts.compact import CompactDraft, CompactSettings, with_generated
-from qspec_jax.drafts.draft import Prompt, Reads
+from qspec_jax.drafts.compact import CompactDraft, CompactSettings
+from qspec_jax.drafts.draft import Prompt
 from qspec_jax.models.llama import Llama
 from qspec_jax.settings_text import setting
 
@@ -36,6 +36,10 @@ class SnapKVSettings(CompactSettings):
     @property
     def always(self) -> tuple[int, str]:
         return QUERIES, "last tokens of a prompt"
+
+    @property
+    def ring_size(self) -> int:
+        return self.generated
 
     def make(self, model: Llama, int4: Callable[[], Llama]) -> "SnapKVDraft":
         """The draft of a model. Raises InputError as `parts` does."""
@@ -67,11 +71,6 @@ class SnapKVDraft(CompactDraft):
             kind = self.settings.cache
             layers.append(CompactCache.make_layer(*on_device.tokens(i, positions), kind=kind, appended=prompt.gamma, room=ring))
         return CompactCache.of(layers, kept=kept, ring=jnp.full_like(kept, ring), taken=kept)
-
-    def reads(self, layer: int, quantized: int, buffered: int, group_size: int) -> Reads:
-        """See `ModelDraft.reads`. The ring is counted as full, as it is after `generated` new tokens, when the cache's memory is used up.
-        Before that a step reads less."""
-        return with_generated(super().reads(layer, quantized, buffered, group_size), self.settings.generated, quantized + buffered)
 
 
 def prompt_scores(prompt: Prompt, layer: int, kv_heads: int) -> Float[Array, "B K S"]:

@@ -18,9 +18,9 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import decode_attention
 from pallas_kernels.formats.views import UPPER_PLANE, DenseView, ListedGroups
-from qspec_jax.caches.cache import Cache, Gives
+from qspec_jax.caches.cache import NOTHING, Cache, Gives, Reads
 from qspec_jax.drafts.choosing import check_budget, check_fits, check_has_groups, parts_asked, tokens_asked
-from qspec_jax.drafts.draft import Prompt, Reads, RoundResult, State
+from qspec_jax.drafts.draft import Prompt, RoundResult, State
 from qspec_jax.drafts.self_speculative import SelfSpeculativeDraft, SelfSpeculativeSettings
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.skipping import NO_LAYERS, Skipped
@@ -124,14 +124,14 @@ class SparseDraft(SelfSpeculativeDraft):
             views += tuple(ListedGroups(*layer) for layer in zip(lists.groups, lists.count, strict=True))
         return self.through(views)
 
-    def reads(self, layer: int, quantized: int, buffered: int, group_size: int) -> Reads:
-        groups = quantized // group_size
+    def reads(self, layer: int, cache: Cache, tokens: int) -> Reads:
         if layer in self.skipped.attention:
-            return Reads(0, 0, 0)
+            return NOTHING
+        dense, G = cache.reads(UPPER_PLANE, tokens), cache.group_size
         if layer < self.settings.dense_layers:
-            return Reads(1, quantized, buffered)
-        asked = max(self.settings.min_groups * group_size, tokens_asked(self.settings.budget, quantized, group_size))
-        return Reads(1, min(groups * group_size, asked), buffered, listed=True)
+            return dense
+        asked = max(self.settings.min_groups * G, tokens_asked(self.settings.budget, dense.quantized, G))
+        return dataclasses.replace(dense, quantized=min(dense.quantized, asked), listed=True)
 
     def raised_to(self, quantized: int, group_size: int) -> int | None:
         groups = quantized // group_size

@@ -5,9 +5,11 @@ from collections import Counter
 
 import jax
 
+from pallas_kernels.formats.views import UPPER_PLANE
+from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.host_memory import in_host
 from qspec_jax.caches.registry import CacheConfig
-from qspec_jax.drafts.draft import Draft, ModelDraft, Reads
+from qspec_jax.drafts.draft import Draft, ModelDraft
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.sharding import mesh_of
 from qspec_jax.models.skipping import NO_LAYERS, Skipped
@@ -19,7 +21,7 @@ ITEM_BYTES = 2
 def step_bytes(
     draft: Draft, cache: CacheConfig, tokens: int, *, batch: int = 1, max_item_bytes: int = 8, on_device: bool = False
 ) -> int | None:
-    """The bytes that a draft's step must read: its weights, and keys and values. None for a draft that is no `ModelDraft`.
+    """The bytes that a draft's step must read on the device: its weights, and keys and values. None for a draft that is no `ModelDraft`.
 
     Args:
         draft: the draft.
@@ -32,8 +34,18 @@ def step_bytes(
         return None
     model = draft.step.model
     of_weights = weight_bytes(model, skipped=skipped_by(draft), max_item_bytes=max_item_bytes, on_device=on_device)
-    of_cache = batch * sum(bytes_of_tokens(reads, **_shape(draft, cache)) for reads in reads_of_step(draft, cache, tokens))
-    return of_weights + of_cache // (devices_of(model) if on_device else 1)
+    read, _ = cache_bytes_of_step(draft, cache.outline(model.config, tokens), tokens)
+    return of_weights + batch * read // (devices_of(model) if on_device else 1)
+
+
+def cache_bytes_of_step(draft: ModelDraft, cache: Cache, tokens: int) -> tuple[int, int]:
+    """Bytes of keys and values that a draft's step reads of a row on the device, and those that it copies from host memory.
+
+    cache: the target's, or its shapes. tokens: that it holds in the row, the one that the step appends included.
+    """
+    own = draft.cache_read(cache)
+    read, copied = zip(*(own.bytes_of_reads(layer, draft.reads(layer, cache, tokens)) for layer in range(len(own.layers))))
+    return sum(read), sum(copied)
 
 
 def devices_of(model: Llama) -> int:
@@ -47,11 +59,8 @@ def cache_share(draft: Draft, cache: CacheConfig, tokens: int) -> float | None:
     of `step_bytes`. None for a draft that is no `ModelDraft`."""
     if not isinstance(draft, ModelDraft):
         return None
-    shape = _shape(draft, cache)
-    quantized = int(cache.schedule_for(draft.step.model.config.head_dim).quantized_length(tokens))
-    everything = bytes_of_tokens(Reads(1, quantized, tokens - quantized), **shape)
-    read = [bytes_of_tokens(reads, **shape) for reads in reads_of_step(draft, cache, tokens)]
-    return sum(read) / (everything * len(read))
+    shapes = cache.outline(draft.step.model.config, tokens)
+    return cache_bytes_of_step(draft, shapes, tokens)[0] / shapes.bytes_of_pass(UPPER_PLANE, tokens)[0]
 
 
 def raised_groups(draft: Draft, cache: CacheConfig, tokens: int) -> int | None:
@@ -60,27 +69,6 @@ def raised_groups(draft: Draft, cache: CacheConfig, tokens: int) -> int | None:
         return None
     head_dim = draft.step.model.config.head_dim
     return draft.raised_to(int(cache.schedule_for(head_dim).quantized_length(tokens)), cache.group_size_for(head_dim))
-
-
-def reads_of_step(draft: ModelDraft, cache: CacheConfig, tokens: int) -> list[Reads]:
-    """What a step reads of each layer."""
-    c = draft.step.model.config
-    G, quantized = cache.group_size_for(c.head_dim), int(cache.schedule_for(c.head_dim).quantized_length(tokens))
-    return [draft.reads(layer, quantized, tokens - quantized, G) for layer in range(c.num_layers)]
-
-
-def _shape(draft: ModelDraft, cache: CacheConfig) -> dict[str, int]:
-    """The shape of a layer's keys and values, for `bytes_of_tokens`."""
-    c = draft.step.model.config
-    return dict(kv_heads=c.num_kv_heads, head_dim=c.head_dim, group_size=cache.group_size_for(c.head_dim))
-
-
-def bytes_of_tokens(reads: Reads, *, kv_heads: int, head_dim: int, group_size: int) -> int:
-    """Bytes of the keys and values of these tokens in one layer. group_size: tokens of a key group, where keys have groups."""
-    codes = reads.planes * 2 * head_dim // 2
-    # Values have a scale and a zero for each token.
-    parameters = 2 * ITEM_BYTES * ((head_dim / group_size if reads.key_groups else 1) + 1)
-    return round(kv_heads * (reads.quantized * (codes + parameters) + reads.full * 2 * head_dim * ITEM_BYTES))
 
 
 def skipped_by(draft: Draft) -> Skipped:

@@ -13,11 +13,11 @@ from jaxtyping import Array, Bool
 
 from pallas_kernels.formats.kv_cache import HeldKeys
 from pallas_kernels.formats.views import View
-from qspec_jax.caches.cache import AppendedCache, Cache
+from qspec_jax.caches.cache import AppendedCache, Cache, Reads
 from qspec_jax.caches.compact import CompactCache
 from qspec_jax.caches.ring import token_in_row
 from qspec_jax.drafts.compact import CompactDraft, CompactSettings, tokens_of_round
-from qspec_jax.drafts.draft import Prompt, Reads, RoundResult
+from qspec_jax.drafts.draft import Prompt, RoundResult
 from qspec_jax.drafts.sink_window import SinkWindow, tokens_of_sinks
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
@@ -81,8 +81,8 @@ class StreamingDraft(CompactDraft):
         in_text = state.cache.with_first_keys(state.sinks, jnp.ones_like(state.cache.taken, bool)) if state.sinks else state.cache
         return super().read_in_round(in_text, cache)
 
-    def holds(self, layer: int, prompt: int, capacity: int, gamma: int) -> Reads:
-        held, settings = super().holds(layer, prompt, capacity, gamma), self.settings
+    def holds(self, prompt: int, capacity: int, gamma: int) -> Reads:
+        held, settings = super().holds(prompt, capacity, gamma), self.settings
         if settings.positions == "kept":
             return held
         return dataclasses.replace(held, full=held.full + tokens_of_sinks(settings.sinks))

@@ -20,7 +20,7 @@ from pallas_kernels.formats.quantization import dequantize, quantize
 from pallas_kernels.formats.rounding import accumulation_dtype, parameter_dtype
 from pallas_kernels.formats.views import BOTH_PLANES, FULL_PRECISION, UPPER_PLANE
 from pallas_kernels.rope_append import rotate_and_append
-from qspec_jax.caches.cache import Cache, bytes_of_entries, no_tokens
+from qspec_jax.caches.cache import Cache, Reads, bytes_of_tokens, no_tokens
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.errors import InputError
@@ -101,8 +101,12 @@ class EmulatedCache(Cache):
     def capacity(self):
         return self.layers[0].target.keys.shape[2]
 
-    def bytes_of_pass(self, view, tokens):
-        return bytes_of_entries([layer.draft if view == UPPER_PLANE else layer.target for layer in self.layers], tokens), 0
+    def reads(self, view, tokens):
+        return Reads(view.planes, 0, tokens)
+
+    def bytes_of_reads(self, layer, reads):
+        held = self.layers[layer]
+        return bytes_of_tokens(held.draft if reads.planes == 1 else held.target, reads.full, self.capacity), 0
 
     def attend(self, layer, qkv, cos, sin, *, view):
         if view not in (UPPER_PLANE, BOTH_PLANES):

@@ -14,6 +14,9 @@ from qspec_jax.files import read_json
 
 # The share of its peak bandwidth that a device reads at: 0.943 on the H100 and 0.954 on the H200, and assumed for other devices.
 READ_SHARE = 0.94
+# The share of PCIe's peak bandwidth, 64 GB/s in version 5.0, that copies from host memory reach: 54 GB/s on the H200, and assumed for other
+# devices.
+HOST_SHARE = 54 / 64
 KERNELS = ("mosaic_gpu", "triton")
 MOST = 1e9  # of any field: what is larger is a mistake in its unit
 
@@ -31,6 +34,7 @@ class Device:
         read_gb_per_s: the bandwidth that reading reaches; 0 where it was not measured.
         kernels: those that run there, "mosaic_gpu" (Hopper) or "triton".
         shared_memory: whether the processor's memory is the same.
+        host_gb_per_s: the bandwidth at which the processor's memory is copied to the device, of PCIe 4.0 unless given.
         kind: what JAX calls the device, by which tuned configurations are found.
     """
 
@@ -44,6 +48,7 @@ class Device:
     kernels: str = "triton"
     shared_memory: bool = False
     kind: str = ""
+    host_gb_per_s: float = HOST_SHARE * 32
 
     @property
     def measured(self) -> bool:
@@ -53,6 +58,11 @@ class Device:
     @property
     def read_bytes_per_s(self) -> float:
         return 1e9 * (self.read_gb_per_s or READ_SHARE * self.bandwidth_gb_per_s)
+
+    @property
+    def host_bytes_per_s(self) -> float:
+        """The bandwidth of copies from host memory. In memory that is shared a copy reads and writes."""
+        return self.read_bytes_per_s / 2 if self.shared_memory else 1e9 * self.host_gb_per_s
 
     @property
     def flops_per_s(self) -> float:
@@ -70,8 +80,8 @@ class Device:
 
 
 DEVICES = {
-    "h200": Device("H200", 4800, 141, 989, 132, 1.98, read_gb_per_s=4581, kernels="mosaic_gpu", kind="NVIDIA H200"),
-    "h100": Device("H100", 3350, 80, 989, 132, 1.98, read_gb_per_s=3160, kernels="mosaic_gpu", kind="NVIDIA H100 80GB HBM3"),
+    "h200": Device("H200", 4800, 141, 989, 132, 1.98, 4581, kernels="mosaic_gpu", kind="NVIDIA H200", host_gb_per_s=54),
+    "h100": Device("H100", 3350, 80, 989, 132, 1.98, 3160, kernels="mosaic_gpu", kind="NVIDIA H100 80GB HBM3", host_gb_per_s=54),
     "a100": Device("A100", 2039, 80, 312, 108, 1.41),
     "a6000": Device("RTX A6000", 768, 48, 154.8, 84, 1.80),
     "rtx4090": Device("RTX 4090", 1008, 24, 165.2, 128, 2.52),

@@ -3,9 +3,10 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from pallas_kernels.formats.views import BOTH_PLANES
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.models.config import LlamaConfig
-from qspec_jax.planning.operations import cache_bytes, cache_bytes_read, head_bytes, int4_bytes, layer_weight_bytes, model_bytes
+from qspec_jax.planning.operations import head_bytes, int4_bytes, layer_weight_bytes, model_bytes
 from qspec_jax.planning.steps import OutlinedDraft
 
 # Arrays that prefill holds for each token besides the cache: of the hidden state's width, and of a layer's keys and values. Those of a full
@@ -15,19 +16,22 @@ PREFILL_ARRAYS = {
     "full": (2.13, 0.53),
     "int8": (2.4, 0.84),
     **dict.fromkeys(("full:host=all", "int8:host=lower", "int8:host=all"), (2.4, 0.96)),
+    # Assumed.
+    **dict.fromkeys(("kivi", "specache", "specache:host=store", "streaming-llm", "h2o"), (2.4, 0.84)),
 }
 MOST = 1 << 26  # tokens or rows that are looked for
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes of weights, of what the draft adds to them, of the target's cache, and of what is held besides: by prefill, or by decoding
-    where that is more."""
+    """Bytes of weights, of what the draft adds to them, of the target's cache on the device and in host memory, and of what is held
+    besides: by prefill, or by decoding where that is more. total: on the device."""
 
     weights: float
     draft: float
     cache: float
     besides: float
+    host: float = 0.0
 
     @property
     def total(self) -> float:
@@ -44,15 +48,19 @@ def memory_of(
     draft = sum(4 in bits for bits in zip(*(each.weight_bits for each in shared))) * int4_bytes(config)
     heads = {each.weight_bits for each in shared if each.head_bits == 8}
     decoding = len(heads) * head_bytes(config, 8)  # made after prefill
+    shapes = cache.outline(config, context + new_tokens, gamma)
     for each in steps:
         own = each.model.step.model.config
         if each.model.own_model:
             draft += model_bytes(own) + sum(layer_weight_bytes(own, bits) - layer_weight_bytes(own, 16) for bits in each.weight_bits)
         if each.model.own_cache:
-            held = (each.model.holds(i, context, context + new_tokens, gamma) for i in range(own.num_layers))
-            draft += batch * sum(cache_bytes_read(own, layer, cache.group_size_for(config.head_dim)) for layer in held)
-    kept = cache_bytes(config, cache, batch=batch, capacity=context + new_tokens, gamma=gamma)
-    return Memory(model_bytes(config), draft, kept, max(prefill_bytes(config, cache.name, batch=batch, context=context), decoding))
+            held, _ = each.model.cache_read(shapes).bytes_of_reads(0, each.model.holds(context, context + new_tokens, gamma))
+            draft += batch * own.num_layers * held
+    host = batch * shapes.num_host_bytes
+    # While a layer is computed, the next is copied. The last one is copied if any is.
+    _, copied = shapes.bytes_of_reads(config.num_layers - 1, shapes.reads(BOTH_PLANES, context))
+    besides = max(prefill_bytes(config, cache.name, batch=batch, context=context), decoding + 2 * batch * copied)
+    return Memory(model_bytes(config), draft, batch * shapes.num_bytes - host, besides, host)
 
 
 def prefill_bytes(config: LlamaConfig, cache: str, *, batch: int, context: int) -> float:

@@ -7,20 +7,15 @@ and an addition are two FLOPs. Models and full caches are in bfloat16.
 
 import dataclasses
 import functools
-from collections import Counter
 
 import jax
 import jax.numpy as jnp
 
-from qspec_jax.caches.registry import CacheConfig
-from qspec_jax.drafts.draft import Reads
-from qspec_jax.drafts.step_bytes import ITEM_BYTES, bytes_of, bytes_of_tokens
+from qspec_jax.drafts.step_bytes import ITEM_BYTES, bytes_of
 from qspec_jax.models.config import LlamaConfig
-from qspec_jax.planning.steps import LayerReads, Row, StepReads
+from qspec_jax.planning.steps import StepReads
 from qspec_jax.quantization.outline import int4_outline, outline
 from qspec_jax.quantization.weights import is_linear, quantize_rows
-
-PARAMETERS = 2  # a scale and a zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,37 +115,17 @@ def model_bytes(config: LlamaConfig) -> int:
     return sum(_weights(config, 16).values())
 
 
-def row_of(config: LlamaConfig, cache: CacheConfig, tokens: int) -> Row:
-    """The cache of a row that holds this number of tokens."""
-    quantized = cache.schedule_for(config.head_dim).quantized_length(tokens)
-    return Row(quantized, tokens - quantized, cache.group_size_for(config.head_dim))
-
-
-def cache_bytes_read(config: LlamaConfig, layer: Reads, group_size: int) -> int:
-    """Bytes that attention must read of one layer's cache of a row."""
-    return bytes_of_tokens(layer, kv_heads=config.num_kv_heads, head_dim=config.head_dim, group_size=group_size)
-
-
-def pass_work(reads: StepReads, group_size: int, *, batch: int, tokens: int) -> PassWork:
+def pass_work(reads: StepReads, *, batch: int, tokens: int) -> PassWork:
     """The work of feeding `tokens` new tokens to each of `batch` rows, which are among those that `reads` counts."""
     c, rows = reads.config, batch * tokens
     shapes = linear_shapes(c)
     activations = len(reads.layers) * sum(out + inputs for out, inputs in shapes) + c.hidden_size + c.vocab_size
     matrices = len(reads.layers) * linear_parameters(c) + c.vocab_size * c.hidden_size
     linear = Work(2.0 * rows * matrices, step_weight_bytes(reads), rows * activations * ITEM_BYTES)
-    attention = Work()
-    for layer, count in Counter(reads.layers).items():
-        attention += count * _attention(c, layer, group_size, batch, tokens)
-    return PassWork(linear, attention)
-
-
-def _attention(c: LlamaConfig, layer: LayerReads, group_size: int, batch: int, tokens: int) -> Work:
-    """The work of one layer's attention. New token t sees all but the tokens after it."""
-    seen = tokens * (layer.quantized + layer.full) - tokens * (tokens - 1) / 2
-    flops = 4.0 * batch * c.num_heads * c.head_dim * seen
-    read = cache_bytes_read(c, layer, group_size)
-    queries = 2 * batch * tokens * c.num_heads * c.head_dim * ITEM_BYTES  # and what they read
-    return Work(flops, batch * read, queries)
+    # New token t sees all but the tokens after it.
+    seen = sum(tokens * (layer.quantized + layer.full) - tokens * (tokens - 1) / 2 for layer in reads.layers)
+    queries = 2 * len(reads.layers) * rows * c.num_heads * c.head_dim * ITEM_BYTES  # and what they read
+    return PassWork(linear, Work(4.0 * batch * c.num_heads * c.head_dim * seen, batch * reads.cache_bytes, queries))
 
 
 def prefill_work(config: LlamaConfig, *, batch: int, tokens: int) -> PassWork:
@@ -171,15 +146,3 @@ def prefill_work(config: LlamaConfig, *, batch: int, tokens: int) -> PassWork:
         rows * c.num_layers * 2 * c.num_heads * c.head_dim * ITEM_BYTES,
     )
     return PassWork(linear, attention)
-
-
-def cache_bytes(config: LlamaConfig, cache: CacheConfig, *, batch: int, capacity: int, gamma: int) -> int:
-    """Bytes that a cache takes: `Cache.num_bytes` of one for rows of at most `capacity` cached tokens."""
-    c, schedule = config, cache.schedule_for(config.head_dim)
-    each = 2 * c.head_dim * ITEM_BYTES  # a token's key and value of a KV head
-    if schedule.flush_size is None:
-        return c.num_layers * batch * c.num_kv_heads * (capacity + gamma + 1) * each
-    G = schedule.flush_size
-    parameters = PARAMETERS * (c.head_dim + G) * ITEM_BYTES  # a scale and a zero for each of a key's channels and each value's token
-    group = 2 * G * c.head_dim + parameters  # both planes of keys and of values take a byte for each number
-    return c.num_layers * batch * c.num_kv_heads * (schedule.groups(capacity) * group + schedule.buffer_rows(gamma) * each)

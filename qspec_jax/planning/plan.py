@@ -2,24 +2,28 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 
+from qspec_jax.caches.cache import Gives
+from qspec_jax.caches.registry import CACHES as REGISTERED
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.drafts import registry
+from qspec_jax.drafts.draft import needs_of
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.prompts import bucket
 from qspec_jax.planning import timing
 from qspec_jax.planning.acceptance import GIVEN, keys_of, regardless
 from qspec_jax.planning.devices import Device
-from qspec_jax.planning.operations import cache_bytes, model_bytes, pass_work, prefill_work, row_of
+from qspec_jax.planning.operations import model_bytes, pass_work, prefill_work
 from qspec_jax.planning.plan_report import Best, Intensity, PlannedRow, Sizes, Status
-from qspec_jax.planning.planner import Planner
+from qspec_jax.planning.planner import MEASURED, Planner
 from qspec_jax.planning.report import PlanReport
 from qspec_jax.planning.steps import OutlinedDraft, outlined, own_step
 from qspec_jax.quantization.outline import outline
 
-CACHES = ("full", "int8")  # the baselines' caches; drafts read the second
+CACHES = ("full", "int8")  # of the baselines; with a part in host memory they are baselines too
 GAMMAS = (1, 2, 3, 4, 6, 8, 10, 12)
 
 
@@ -30,6 +34,7 @@ def plan(
     contexts: Sequence[int],
     batches: Sequence[int],
     *,
+    caches: Sequence[str] = (),
     drafts: Sequence[str] = (),
     acceptances: Mapping[str, float] | None = None,
     proposing: Mapping[str, float] | None = None,
@@ -43,6 +48,8 @@ def plan(
         config: the model's shape.
         device: to plan for.
         contexts, batches: tokens of each prompt, and numbers of prompts.
+        caches: texts as --cache takes them, of which decoding without a draft is planned besides `CACHES`, and every draft; drafts over the
+            int8 cache, if none are given.
         drafts: texts as --draft takes them; all of the registry with their default settings, if none are given.
         acceptances: the conditional acceptance of a draft by its text or its name, of all others by "".
         proposing: likewise the share of rounds in which a draft that may have no proposal has one.
@@ -50,15 +57,20 @@ def plan(
         max_new_tokens: tokens that are decoded after each prompt.
 
     Raises:
-        InputError: a context is too long for the model; a draft in `drafts` is unknown or does not fit the model or the context; a draft in
-            `proposing` never lacks a proposal. Where `drafts` is empty, a draft of the registry that does not fit the model is listed with
-            the reason instead.
+        InputError: a context is too long for the model; a cache is unknown or does not fit the model; a draft in `drafts` is unknown or
+            does not fit the model or the context; a draft in `proposing` never lacks a proposal. Where `drafts` is empty, a draft of the
+            registry that does not fit the model is listed with the reason instead.
     """
     texts = [text for text in dict.fromkeys(drafts or registry.DRAFTS) if text != registry.NONE]
     for context in contexts:
         if context + max_new_tokens > config.max_length:
             held = f"the {config.max_length:,} positions of the model"
             raise InputError(f"a context of {context:,} tokens and {max_new_tokens:,} new ones are more than {held}")
+    given = {text: CacheConfig.parse(text) for text in caches}
+    for cache in given.values():
+        cache.check(config)
+    own, drafted = {kind: CacheConfig(kind) for kind in CACHES} | given, given or {"int8": CacheConfig()}
+    lossless = {text for text, cache in own.items() if cache.kind in CACHES}
     model, int4 = outline(config), functools.cache(lambda: outline(config, int4=True))
     made: dict[str, tuple[OutlinedDraft, ...] | InputError | None] = {}
     for text in texts:
@@ -81,10 +93,12 @@ def plan(
         for batch in batches:
             report["intensity"].append(intensity(config, device, context, batch))
             report["sizes"].append(sizes(config, context, batch, max_new_tokens))
-            rows = [planner.autoregressive(CacheConfig(kind), context, batch) for kind in CACHES]
-            for text, found in made.items():
-                rows += planner.drafted(text, found, CacheConfig(), context, batch, gammas)
-            rows = _compared(rows)
+            rows = [dataclasses.replace(planner.autoregressive(cache, context, batch), cache=text) for text, cache in own.items()]
+            for (over, cache), (text, found) in itertools.product(drafted.items(), made.items()):
+                if isinstance(found, tuple):
+                    found = _refused(text, cache) or found
+                rows += [dataclasses.replace(row, cache=over) for row in planner.drafted(text, found, cache, context, batch, gammas)]
+            rows = _compared(rows, lossless)
             report["rows"] += rows
             report["best"].append(_best(rows, context, batch))
     return PlanReport(
@@ -94,9 +108,18 @@ def plan(
         ridge=device.ridge,
         weight_bytes=model_bytes(config),
         max_new_tokens=max_new_tokens,
-        notes=_notes(config, device, batches, report["rows"]),
+        notes=[*_notes(config, device, batches, report["rows"]), *_notes_on_caches(given, device)],
         **report,
     )
+
+
+def _refused(draft: str, cache: CacheConfig) -> InputError | None:
+    """Why a draft cannot be over a cache, or None."""
+    if not cache.takes_drafts:
+        return InputError(f"no draft is compatible with cache {cache.kind}")
+    lacking = needs_of(registry.parse_draft(draft)) - REGISTERED[cache.kind].gives
+    does = " and ".join(need.value for need in Gives if need in lacking)
+    return InputError(f"it {does}, which cache {cache.kind} does not give") if lacking else None
 
 
 def _check_proposing(given: Mapping[str, float], made: Mapping[str, tuple[OutlinedDraft, ...] | InputError | None]) -> None:
@@ -125,8 +148,7 @@ def _check_fits(each: OutlinedDraft, context: int, new_tokens: int) -> None:
 
 def intensity(config: LlamaConfig, device: Device, context: int, batch: int) -> Intensity:
     """The arithmetic intensity of prefill and of decoding (QuantSpec, arXiv 2502.10424, table 1, figures 2 and 5)."""
-    row = row_of(config, CacheConfig("full"), context)
-    step = pass_work(own_step(config, row), row.group_size, batch=batch, tokens=1)
+    step = pass_work(own_step(config, CacheConfig("full").outline(config, context), context), batch=batch, tokens=1)
     prompt = prefill_work(config, batch=batch, tokens=context)
     seconds = [max(work.bytes / device.read_bytes_per_s, work.flops / device.flops_per_s) for work in (step.linear, step.attention)]
 
@@ -138,13 +160,14 @@ def intensity(config: LlamaConfig, device: Device, context: int, batch: int) -> 
 
 def sizes(config: LlamaConfig, context: int, batch: int, max_new_tokens: int) -> Sizes:
     """The caches for prompts of `context` tokens and what is added to them (figure 6 of the paper has them against the weights)."""
-    full, int8 = (cache_bytes(config, CacheConfig(kind), batch=batch, capacity=context + max_new_tokens, gamma=0) for kind in CACHES)
+    full, int8 = (batch * CacheConfig(kind).outline(config, context + max_new_tokens).num_bytes for kind in CACHES)
     return Sizes(context, batch, full, int8, full / model_bytes(config))
 
 
-def _compared(rows: Sequence[PlannedRow]) -> list[PlannedRow]:
-    """The rows of one context and batch with their speed-up over the faster of the autoregressive ones that fit."""
-    baselines = [row for row in rows if row.draft == registry.NONE and row.status == Status.PLANNED]
+def _compared(rows: Sequence[PlannedRow], lossless: Collection[str]) -> list[PlannedRow]:
+    """The rows of one context and batch with their speed-up over the fastest of the autoregressive ones that fit. lossless: the caches of
+    those that count."""
+    baselines = [row for row in rows if row.draft == registry.NONE and row.status == Status.PLANNED and row.cache in lossless]
     if not baselines:
         return list(rows)
     baseline = min(baselines, key=lambda row: row.ms_per_token)
@@ -192,6 +215,19 @@ def _notes(config: LlamaConfig, device: Device, batches: Sequence[int], rows: Se
             rate = "" if several else f" {row.acceptance:g}"
             notes.append(f"{row.draft}: acceptance{rate} is ASSUMED, {regardless(row.draft)}: {row.acceptance_source}")
     return list(dict.fromkeys(notes))
+
+
+def _notes_on_caches(caches: Mapping[str, CacheConfig], device: Device) -> list[str]:
+    notes = []
+    for text, cache in caches.items():
+        if cache.guesses:
+            notes.append(f"{text}: each pass of the target also reads a guess at the next token")
+        if cache.kind not in MEASURED:
+            notes.append(f"{text}: no kernel that reads this cache has been measured; times are as if those that read int8 and full did")
+        if cache.in_host_memory:
+            speed = device.host_bytes_per_s / 1e9
+            notes.append(f"{text}: copies from host memory, beside which all else runs, are at {speed:,.0f} GB/s")
+    return notes
 
 
 def _tuning_notes(rows: Sequence[PlannedRow]) -> list[str]:

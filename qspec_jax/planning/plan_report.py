@@ -63,7 +63,7 @@ class PlannedRow:
     Attributes:
         context, batch: tokens of each prompt, and prompts.
         draft: its text, "none" without one.
-        cache: the kind of the target's cache.
+        cache: the target's, as it was given.
         gamma: drafts of a round, 0 without a draft.
         status: whether it is planned.
         note: sentences on what the times leave out.
@@ -80,6 +80,7 @@ class PlannedRow:
         prefill_s: seconds of prefill.
         step_ms: one step of the draft's model, None without one.
         target_ms: a verification, or a step without a draft.
+        copying_ms: the part of target_ms, all of it or less, in which the cache is copied from host memory.
         flush_ms, round_ms: a round's share of a flush, and a round with all of its drafts.
         ms_per_token: of each row.
         tokens_per_second: of all rows together.
@@ -109,6 +110,7 @@ class PlannedRow:
     prefill_s: float | None = None
     step_ms: float | None = None
     target_ms: float | None = None
+    copying_ms: float | None = None
     flush_ms: float | None = None
     round_ms: float | None = None
     ms_per_token: float | None = None

@@ -12,10 +12,11 @@ from qspec_jax.planning import timing
 from qspec_jax.planning.acceptance import ACCEPTANCE, GIVEN, PROPOSING, Chance, chance_of, regardless
 from qspec_jax.planning.devices import Device
 from qspec_jax.planning.memory import Memory, largest, memory_of
-from qspec_jax.planning.operations import row_of
 from qspec_jax.planning.plan_report import PlannedRow, Status
 from qspec_jax.planning.rounds import Asked, Rounds, expected_rounds
 from qspec_jax.planning.steps import OutlinedDraft
+
+MEASURED = ("full", "int8")  # caches over whose kernels times were fitted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +85,10 @@ class Planner:
 
     def autoregressive(self, cache: CacheConfig, context: int, batch: int) -> PlannedRow:
         """A row for decoding without a draft."""
-        row = PlannedRow(context, batch, registry.NONE, cache.kind, 0, Status.PLANNED, kernels_measured=True)
-        target = timing.target_cost(self.device, self.config, cache, context=context, batch=batch, tokens=1)
-        row = dataclasses.replace(row, target_tuned=timing.tuned(self.device, target))
+        tokens = 2 if cache.guesses else 1
+        target = timing.target_cost(self.device, self.config, cache, **self._where(context, batch), tokens=tokens)
+        row = PlannedRow(context, batch, registry.NONE, cache.name, 0, Status.PLANNED, kernels_measured=cache.kind in MEASURED)
+        row = dataclasses.replace(row, target_tuned=timing.tuned(self.device, target), copying_ms=1e3 * target.copying)
         rounds = expected_rounds(cache.schedule_for(self.config.head_dim), 0, batch=batch)
         target_s, flush = self._seconds(target), rounds.flushes * self._seconds(timing.flush_cost(self.config))
         row = self._timed(row, (), target_s=target_s, step_s=None, flush_s=flush, round_s=target_s + flush, tokens=1.0)
@@ -103,7 +105,7 @@ class Planner:
     ) -> list[PlannedRow]:
         """A row for each gamma, or one that says why there is none. drafts: None without a model of their cost, or why they were not
         made."""
-        row = PlannedRow(context, batch, text, cache.kind, 0, Status.PLANNED)
+        row = PlannedRow(context, batch, text, cache.name, 0, Status.PLANNED)
         if isinstance(drafts, InputError):
             return [dataclasses.replace(row, status=Status.NOT_PLANNED, note=str(drafts))]
         if drafts is None:
@@ -147,12 +149,12 @@ class Planner:
         on_hopper = self.device.kernels == "mosaic_gpu"
         observing = [text for text, each in zip(turns.texts, turns.drafts, strict=True) if each.observes]
         unmeasured = [] if on_hopper else list(observing)
-        where = dict(context=row.context, batch=row.batch)
+        where = self._where(row.context, row.batch)
         if turns.model is not None:
             cost = timing.draft_cost(self.device, turns.model, self.config, cache, **where)
             step_s, step_tuned = self._seconds(cost), timing.tuned(self.device, cost)
             drafting_s = self._drafting(row, cache, turns.model, rounds, step_s)
-            step = turns.model.reads(row_of(self.config, cache, row.context + 1))
+            step = turns.model.reads(cache.outline(self.config, row.context + 1), row.context + 1)
             if not step.kernels_measured or (step.listed and not on_hopper):
                 unmeasured.append(turns.texts[len(turns.reached) - 1])
         notes = list(turns.notes)
@@ -166,9 +168,10 @@ class Planner:
         row = dataclasses.replace(
             row,
             note="; ".join(notes),
-            kernels_measured=not unmeasured,
+            kernels_measured=not unmeasured and cache.kind in MEASURED,
             step_tuned=step_tuned,
             target_tuned=timing.tuned(self.device, target),
+            copying_ms=1e3 * target.copying,
             acceptance=turns.reached[0].acceptance if len(turns.reached) == 1 else rounds.acceptance,
             proposing=rounds.proposing,
             tokens_per_round=rounds.tokens,
@@ -182,10 +185,14 @@ class Planner:
         width = draft.model.first_pass
         if width == 1:
             return rounds.steps * step_s
-        where = dict(context=row.context, batch=row.batch)
+        where = self._where(row.context, row.batch)
         first_s = self._seconds(timing.draft_cost(self.device, draft, self.config, cache, **where, tokens=width))
         catching_up = (1 - rounds.asked) * rounds.tokens / width
         return (rounds.passes[0] + catching_up) * first_s + sum(rounds.passes[1:]) * step_s
+
+    def _where(self, context: int, batch: int) -> dict[str, int]:
+        """Arguments of `timing.target_cost` and `timing.draft_cost`. Rows have room for what the engine pads prompts and new tokens to."""
+        return dict(context=context, batch=batch, capacity=bucket(context) + bucket(self.max_new_tokens))
 
     def _seconds(self, cost: timing.Cost) -> float:
         return cost.seconds(self.device)
@@ -235,15 +242,18 @@ class Planner:
             padded = dict(context=bucket(context), new_tokens=bucket(self.max_new_tokens))  # as the engine allocates
             return memory_of(self.config, cache, drafts, batch=batch, **padded, gamma=gamma)
 
+        def fits(memory: Memory) -> bool:
+            return memory.total + (memory.host if self.device.shared_memory else 0) <= room
+
         def possible(context):
             return context + self.max_new_tokens <= positions
 
-        max_rows = largest(lambda batch: memory(most, batch, context).total <= room)
-        longest = largest(lambda context: possible(context) and memory(most, batch, context).total <= room)
+        max_rows = largest(lambda batch: fits(memory(most, batch, context)))
+        longest = largest(lambda context: possible(context) and fits(memory(most, batch, context)))
 
         def fitted(row: PlannedRow) -> PlannedRow:
             found = memory(row.gamma, batch, context)
-            status = row.status if found.total <= room else Status.DOES_NOT_FIT
+            status = row.status if fits(found) else Status.DOES_NOT_FIT
             return dataclasses.replace(row, memory=found, status=status, max_rows=max_rows, longest_context=longest)
 
         return list(map(fitted, rows))

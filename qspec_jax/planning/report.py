@@ -73,7 +73,7 @@ class PlanReport:
         lines = defaultdict(list)
         for row in best_gammas(self):
             if row.compared and row.draft != NONE:
-                lines[row.draft + several(row.batch)].append((row.context, row.speedup))
+                lines[_name(row) + several(row.batch)].append((row.context, row.speedup))
         for label, points in lines.items():
             speed.plot(*zip(*sorted(points)), marker="o", label=label)
         speed.axhline(1, color="gray", linewidth=0.8)
@@ -124,7 +124,7 @@ def _rows(report: PlanReport) -> Table:
     labels = ["context", "batch", "draft", "gamma", "accepted\n(of drafted)", "step ms", "target ms", "ms/token", "tokens/s", "speed-up"]
     found = grid(*labels, "prefill s", "GB", "rows", "longest", "", left=("draft", ""), wraps=("draft", ""))
     for row in best_gammas(report):
-        name = f"{row.context:,}", str(row.batch), row.draft if row.draft != NONE else f"{NONE} ({row.cache})"
+        name = f"{row.context:,}", str(row.batch), _name(row)
         if row.ms_per_token is None:  # which the notes say
             continue
         accepted = "-" if row.acceptance is None else f"{row.acceptance:.2f} ({row.accepted_of_drafted or 0:.2f})"
@@ -135,6 +135,11 @@ def _rows(report: PlanReport) -> Table:
         room = [f"{row.prefill_s:,.2f}", f"{row.memory.total / 1e9:,.1f}", f"{row.max_rows:,}", f"{row.longest_context:,}"]
         found.add_row(*name, *figures, speedup, *room, "" if row.status == Status.PLANNED else row.status)
     return found
+
+
+def _name(row: PlannedRow) -> str:
+    """The draft, with the cache unless it is that of drafts over which none is said."""
+    return row.draft if row.draft != NONE and row.cache == "int8" else f"{row.draft} ({row.cache})"
 
 
 def _best(report: PlanReport) -> Text:

@@ -8,23 +8,15 @@ model that says how much it proposes (`Draft.proposes`).
 import dataclasses
 from collections.abc import Callable
 
+from pallas_kernels.formats.views import BOTH_PLANES
 from pallas_kernels.formats.weights import Int4Weight
-from qspec_jax.drafts.draft import Draft, ModelDraft, Proposes, Reads
+from qspec_jax.caches.cache import Cache, Reads
+from qspec_jax.drafts.draft import Draft, ModelDraft, Proposes
 from qspec_jax.drafts.registry import DraftSettings
-from qspec_jax.drafts.step_bytes import skipped_by
+from qspec_jax.drafts.step_bytes import cache_bytes_of_step, skipped_by
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """The target's cache of one row as a step finds it, with the tokens that the step appends: tokens in quantized groups of `group_size`,
-    and buffered ones, in full precision, which are all of a full cache's."""
-
-    quantized: int
-    buffered: int
-    group_size: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,18 +28,22 @@ class LayerReads(Reads):
 
 @dataclasses.dataclass(frozen=True)
 class StepReads:
-    """What one step, one token in each row, reads.
+    """What a pass, such as a step of one token in each row, reads.
 
     Attributes:
         config: of the model that makes the step.
         layers: what it reads of each layer.
         head_bits: 16 for the model's own head, 8 for INT8.
+        cache_bytes, host_bytes: of keys and values of a row, in all layers: what it reads on the device, and what it copies from host
+            memory.
         kernels_measured: whether GPU kernels that read so were measured, where there are any (for `listed` layers on Hopper alone).
     """
 
     config: LlamaConfig
     layers: tuple[LayerReads, ...]
     head_bits: int
+    cache_bytes: int
+    host_bytes: int = 0
     kernels_measured: bool = True
 
     @property
@@ -56,10 +52,11 @@ class StepReads:
         return any(layer.listed for layer in self.layers)
 
 
-def own_step(config: LlamaConfig, row: Row) -> StepReads:
-    """What a step of the model itself reads: its own weights, and all of the row in both planes."""
-    layer = LayerReads(2, row.quantized, row.buffered)
-    return StepReads(config, (layer,) * config.num_layers, head_bits=16)
+def own_step(config: LlamaConfig, cache: Cache, tokens: int) -> StepReads:
+    """What a pass of the model itself reads of a row with `tokens` tokens, those of the pass included: its own weights, and all of its
+    cache in both planes. cache: its shapes."""
+    layer = LayerReads(**dataclasses.asdict(cache.reads(BOTH_PLANES, tokens)))
+    return StepReads(config, (layer,) * config.num_layers, 16, *cache.bytes_of_pass(BOTH_PLANES, tokens))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,16 +84,18 @@ class OutlinedDraft:
     def head_bits(self) -> int:
         return getattr(self.draft, "head_bits", 16)
 
-    def reads(self, row: Row) -> StepReads:
-        """What one of its steps reads. Only for one with a model."""
-        draft, layers = self.draft, []
-        for i, bits in enumerate(self.weight_bits):
-            reads = draft.reads(i, row.quantized, row.buffered, row.group_size)
-            layers.append(LayerReads(**dataclasses.asdict(reads), weight_bits=bits))
+    def reads(self, cache: Cache, tokens: int) -> StepReads:
+        """What one of its steps reads. cache: the shapes of the target's. tokens: that it holds in a row, those that the step appends
+        included. Only for one with a model."""
+        draft = self.draft
+        layers = tuple(
+            LayerReads(**dataclasses.asdict(draft.reads(i, cache, tokens)), weight_bits=bits) for i, bits in enumerate(self.weight_bits)
+        )
         # Measured were kernels that read all that is quantized of the target's cache, or listed groups, or a cache in full precision.
-        read = (0,) if draft.own_cache else (row.quantized,)
-        measured = all(layer.listed or layer.quantized in read for layer in layers)
-        return StepReads(draft.step.model.config, tuple(layers), self.head_bits, measured)
+        quantized = 0 if draft.own_cache else cache.reads(BOTH_PLANES, tokens).quantized
+        measured = all(layer.listed or layer.quantized == quantized for layer in layers)
+        sizes = cache_bytes_of_step(draft, cache, tokens)
+        return StepReads(draft.step.model.config, layers, self.head_bits, *sizes, kernels_measured=measured)
 
 
 def outlined(settings: DraftSettings, model: Llama, int4: Callable[[], Llama]) -> tuple[OutlinedDraft, ...] | None:

@@ -17,21 +17,20 @@ from pallas_kernels.fused_layer.mosaic_gpu import MAX_PIECES as FUSED_PIECES
 from pallas_kernels.fused_layer.mosaic_gpu import MAX_ROWS as FUSED_ROWS
 from pallas_kernels.matmul import mosaic_wide_plan
 from pallas_kernels.matmul.support import GROUP_SIZE
+from qspec_jax.caches.cache import Reads
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.planning.devices import DEVICES, Device
 from qspec_jax.planning.operations import (
     Work,
-    cache_bytes_read,
     int4_bytes,
     int4_matrix_bytes,
     linear_parameters,
     linear_shapes,
     pass_work,
     prefill_work,
-    row_of,
 )
-from qspec_jax.planning.steps import LayerReads, OutlinedDraft, StepReads, own_step
+from qspec_jax.planning.steps import OutlinedDraft, StepReads, own_step
 
 TILE_ROWS = 8  # query rows that a tile of attention has, for each KV head
 FUSED_WIDTH = 4096  # numbers of the residual stream in a piece of the fused layer
@@ -107,16 +106,19 @@ ARITHMETIC = {name for name in Efficiencies.__dataclass_fields__ if name.startsw
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """The time of something: seconds by bytes and FLOPs alone, and how often each coefficient of `Efficiencies` counts besides."""
+    """The time of something: seconds by bytes and FLOPs alone, and how often each coefficient of `Efficiencies` counts besides. copying:
+    seconds of copies from host memory, beside which all that runs."""
 
     floor: float
     counts: Counter = dataclasses.field(default_factory=Counter)
+    copying: float = 0.0
 
     def __add__(self, other: "Cost") -> "Cost":
-        return Cost(self.floor + other.floor, Counter({k: self.counts[k] + other.counts[k] for k in self.counts | other.counts}))
+        counts = Counter({k: self.counts[k] + other.counts[k] for k in self.counts | other.counts})
+        return Cost(self.floor + other.floor, counts, self.copying + other.copying)
 
     def __rmul__(self, count: float) -> "Cost":
-        return Cost(count * self.floor, Counter({name: count * times for name, times in self.counts.items()}))
+        return Cost(count * self.floor, Counter({name: count * times for name, times in self.counts.items()}), count * self.copying)
 
     def seconds(self, device: Device, efficiencies: Efficiencies = FITTED) -> float:
         """The time on a device."""
@@ -124,7 +126,8 @@ class Cost:
         def scale(name):
             return slowness(device) if name in ARITHMETIC else 1.0
 
-        return self.floor + sum(count * scale(name) * getattr(efficiencies, name) for name, count in self.counts.items())
+        computing = self.floor + sum(count * scale(name) * getattr(efficiencies, name) for name, count in self.counts.items())
+        return max(computing, self.copying)
 
 
 def slowness(device: Device) -> float:
@@ -134,8 +137,9 @@ def slowness(device: Device) -> float:
 
 
 def pass_cost(device: Device, reads: StepReads, group_size: int, *, batch: int = 1, tokens: int = 1, observe: bool = False) -> Cost:
-    """The time of feeding `tokens` new tokens to each of `batch` rows, in bfloat16. observe: finding what they attend to as well."""
-    work = pass_work(reads, group_size, batch=batch, tokens=tokens)
+    """The time of feeding `tokens` new tokens to each of `batch` rows, in bfloat16. group_size: tokens of a key group, by which tuned
+    configurations are found. observe: finding what they attend to as well."""
+    work = pass_work(reads, batch=batch, tokens=tokens)
     c, rows = reads.config, batch * tokens
     int4 = sum(layer.weight_bits == 4 for layer in reads.layers)
     own = work.linear.stored_bytes - int4 * int4_bytes(c)
@@ -143,7 +147,8 @@ def pass_cost(device: Device, reads: StepReads, group_size: int, *, batch: int =
     rest = Work(share * work.linear.flops, own, work.linear.activation_bytes)
     counts = Counter({("layer_one_row" if rows == 1 else "layer_rows"): len(reads.layers) - int4})
     counts["layer_batch"] = (batch - 1) * len(reads.layers)
-    cost = Cost(_roofline(device, rest), counts)
+    of_cache = math.ceil(tokens / MAX_TOKENS) * batch * reads.cache_bytes / device.read_bytes_per_s
+    cost = Cost(_roofline(device, rest) + of_cache, counts, batch * reads.host_bytes / device.host_bytes_per_s)
     if int4:
         cost += int4 * _int4_layer(device, c, rows)
     for layer, count in Counter(reads.layers).items():
@@ -152,20 +157,21 @@ def pass_cost(device: Device, reads: StepReads, group_size: int, *, batch: int =
 
 
 def draft_cost(
-    device: Device, draft: OutlinedDraft, target: LlamaConfig, cache: CacheConfig, *, context: int, batch: int, tokens: int = 1
+    device: Device, draft: OutlinedDraft, target: LlamaConfig, cache: CacheConfig, *, context: int, batch: int, tokens=1, capacity=0
 ) -> Cost:
-    """A pass of a draft's model over `tokens` new tokens of each row, after `context` tokens in the target's cache. Only for a draft with a
-    model."""
-    row = row_of(target, cache, context + tokens)
-    return pass_cost(device, draft.reads(row), row.group_size, batch=batch, tokens=tokens)
+    """A pass of a draft's model over `tokens` new tokens of each row, after `context` tokens in the target's cache. capacity: tokens that a
+    row of it has room for, if there are more. Only for a draft with a model."""
+    reads = draft.reads(cache.outline(target, max(capacity, context + tokens)), context + tokens)
+    return pass_cost(device, reads, cache.group_size_for(target.head_dim), batch=batch, tokens=tokens)
 
 
 def target_cost(
-    device: Device, target: LlamaConfig, cache: CacheConfig, *, context: int, batch: int, tokens: int, observe: bool = False
+    device: Device, target: LlamaConfig, cache: CacheConfig, *, context: int, batch: int, tokens: int, observe=False, capacity=0
 ) -> Cost:
-    """A pass of the target over `tokens` new tokens of each row: a verification, or with one token a step without a draft."""
-    row = row_of(target, cache, context + tokens)
-    return pass_cost(device, own_step(target, row), row.group_size, batch=batch, tokens=tokens, observe=observe)
+    """A pass of the target over `tokens` new tokens of each row: a verification, or with one token a step without a draft. capacity: as of
+    `draft_cost`."""
+    reads = own_step(target, cache.outline(target, max(capacity, context + tokens)), context + tokens)
+    return pass_cost(device, reads, cache.group_size_for(target.head_dim), batch=batch, tokens=tokens, observe=observe)
 
 
 def _roofline(device: Device, work: Work) -> float:
@@ -219,12 +225,11 @@ def _int4_tiles(out: int, inputs: int, rows: int) -> Counter:
 
 
 def attention_cost(
-    device: Device, config: LlamaConfig, layer: LayerReads, group_size: int, *, batch: int = 1, tokens: int = 1, observe: bool = False
+    device: Device, config: LlamaConfig, layer: Reads, group_size: int, *, batch: int = 1, tokens: int = 1, observe: bool = False
 ) -> Cost:
-    """Attention of one layer over rows of one length. observe: also how much each group was attended to."""
+    """Attention of one layer over rows of one length, besides its bytes. observe: also how much each group was attended to."""
     c = config
     launches = math.ceil(tokens / MAX_TOKENS)
-    read = batch * cache_bytes_read(c, layer, group_size)
     tiles = math.ceil(min(tokens, MAX_TOKENS) * c.num_heads / c.num_kv_heads / TILE_ROWS)
     heads = launches * batch * c.num_kv_heads
     triton = "_triton" if device.kernels == "triton" else ""
@@ -233,7 +238,7 @@ def attention_cost(
     counts[_kind(device, c, layer.planes, tiles, group_size, batch)] += heads * layer.quantized
     counts[f"tile{triton or ('_exposed' if _reads_faster(device) else '')}"] += heads * layer.quantized * (tiles - 1)
     counts["observed"] += observe * heads * layer.quantized * tiles
-    return Cost(launches * read / device.read_bytes_per_s, counts)
+    return Cost(0.0, counts)
 
 
 def _kind(device: Device, config: LlamaConfig, planes: int, tiles: int, group_size: int, batch: int) -> str:
