@@ -10,14 +10,14 @@ demo: .venv/installed  ## The embedded model continues a real source file.
 	$(BIN)/qspec demo
 
 test: lint  ## The library and its commands: under 10 minutes on 2 cores, less the second time.
-	$(BIN)/$(PYTEST) -m "not system" --durations=10
+	$(BIN)/$(PYTEST) -m "not system and not kernels" --durations=10
 
 test-all: test test-rest  ## Everything; .ci/run does the same.
 
 test-rest: test-system test-shapes docs package test-newest
 
-test-system: .venv/installed-test  ## Ray, several processes and devices, conversions that are killed, notebooks, and the longest cases of others.
-	$(BIN)/$(PYTEST) -m system --durations=10
+test-system: .venv/installed-test  ## Ray, several processes and devices, conversions that are killed, notebooks, simulated kernels, and the longest cases of others.
+	$(BIN)/$(PYTEST) -m "system or kernels" --durations=10
 
 test-shapes: .venv/installed-test  ## Arrays have the shapes and dtypes that signatures say, in a few files of tests.
 	PYTHONPATH=tests $(BIN)/python -m pytest -q -p checked_shapes $(addsuffix .py,$(addprefix tests/test_,attention dispatch flush views))

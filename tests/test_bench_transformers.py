@@ -14,7 +14,7 @@ from qspec_jax.bench.architectures import ARCHITECTURES
 pytestmark = pytest.mark.usefixtures("short_loops")
 
 
-def test_transformers_beside(run, monkeypatch):
+def test_transformers_beside(run, monkeypatch, directory):
     """Rows of a process that is not started here; those of a failed one say why."""
     asked = []
 
@@ -35,6 +35,9 @@ def test_transformers_beside(run, monkeypatch):
         assert (theirs["status"], theirs["note"]) == (status, note)
         assert theirs["speedup"] == (pytest.approx(2e-3) if code == 0 else None)
     assert asked == [{"config": ARCHITECTURES["tiny"], "context": 200, "dtype": "bfloat16", "seed": 0}] * 3
+    code, _, err = run("bench", "decode", "--model", directory, "--max-new-tokens", 16, "--context", 64, *flags[2:])
+    assert code == 0, err
+    assert asked[3]["directory"] == str(directory.resolve())
 
 
 def test_a_checkpoint_for_transformers_is_never_a_shape_of_ours(monkeypatch, tmp_path):

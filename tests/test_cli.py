@@ -152,6 +152,14 @@ def test_the_seed_that_is_used_is_said(run, directory, caplog):
     assert not any("--seed" in message for message in caplog.messages)
 
 
+def test_the_seed_of_lines_that_sample_is_said(run, directory, caplog, tmp_path):
+    for own, says in (({}, True), ({"seed": 3}, False)):
+        (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "a", "temperature": 1} | own) + "\n" + json.dumps({"prompt": "b"}))
+        caplog.clear()
+        code, _, _ = run("batch", "--model", directory, *SETTINGS, "--overwrite", tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+        assert code == 0 and any("--seed 0" in message for message in caplog.messages) is says
+
+
 def test_a_prompt_is_called_by_its_file(fails, directory, tmp_path):
     empty, long = tmp_path / "empty.txt", tmp_path / "long.txt"
     empty.write_text("")

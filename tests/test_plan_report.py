@@ -237,10 +237,23 @@ def test_a_checkpoint_is_planned_by_its_config_alone(run, tmp_path):
 def test_a_device_of_ones_own(run, tmp_path):
     file = tmp_path / "device.json"
     fields = {"name": "Mine", "bandwidth_gb_per_s": 500, "memory_gb": 24, "bf16_tflops": 80.5}
-    file.write_text(json.dumps(fields | {"multiprocessors": 40, "clock_ghz": 1.5, "kernels": "triton"}))
+    fields |= {"multiprocessors": 40, "clock_ghz": 1.5, "kernels": "triton"}
+    file.write_text(json.dumps(fields))
     code, out, _ = run("plan", "--arch", "tiny", "--device", file, "--json")
     found = json.loads(out)
     assert code == 0 and found["estimated"] and found["device"]["multiprocessors"] == 40 and found["ridge"] == 80.5e12 / 500e9
+    file.write_text(json.dumps(fields | {"host_gb_per_s": 0}))  # 0: not measured, as of other bandwidths
+    code, out, _ = run("plan", "--arch", "tiny", "--device", file, "--cache", "int8:host=lower", "--cache", "int8:host=none", "--json")
+    unmeasured = json.loads(out)
+    assert code == 0 and all(row["copying_ms"] for row in unmeasured["rows"] if row["cache"] == "int8:host=lower" and row["target_ms"])
+
+
+def test_a_lossy_cache_is_no_best_beside_others():
+    """Unless nothing else is asked for; a note says what it is."""
+    shape, device = architecture("llama-2-7b"), DEVICES["h200"]
+    both, alone = (plan("7b", shape, device, [32768], [1], caches=caches, drafts=["quantspec"]) for caches in (["int8", "kivi"], ["kivi"]))
+    assert both.best[0].cache == "int8" and alone.best[0].cache == "kivi"
+    assert any(note.startswith("kivi: this cache is lossy") for note in both.notes)
 
 
 def test_a_device_as_it_is_printed():

@@ -176,13 +176,13 @@ def test_columns_that_json_has_no_form_for(directory):
 
 def test_a_predictor_settles_the_default_once(directory, monkeypatch, caplog):
     """By the device, and not by the rows, so that a row's result depends on the row alone."""
-    settled, prepare = [], ray_data.prepare
+    settled, completed = [], ray_data.completed
 
     def watched(model, requests, **settings):
         settled.extend(each.config for each in requests)
-        return prepare(model, requests, **settings)
+        return completed(model, requests, **settings)
 
-    monkeypatch.setattr(ray_data, "prepare", watched)
+    monkeypatch.setattr(ray_data, "completed", watched)
     with caplog.at_level("INFO", "qspec_jax.decoding.resolve"):
         predictor = ray_data.Predictor(str(directory), GenerationConfig(max_new_tokens=6), dtype="float32")
         for prompts in (["a"], ["a" * 60, "b"]):

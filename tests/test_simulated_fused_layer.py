@@ -21,6 +21,8 @@ from pallas_kernels.gpu import ptx
 from pallas_kernels.matmul import mosaic_block
 from pallas_kernels.matmul.mosaic_plan import BUFFERS, COUNTER_WORDS, Plan, Stage
 
+pytestmark = pytest.mark.kernels
+
 
 @pytest.fixture(autouse=True)
 def simulated(monkeypatch):

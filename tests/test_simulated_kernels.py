@@ -31,6 +31,8 @@ from pallas_kernels.formats.kv_cache import HierarchicalLayer, Lengths
 from pallas_kernels.formats.views import DenseView, ListedGroups
 from pallas_kernels.rope_append import reference as rope_append_reference
 
+pytestmark = pytest.mark.kernels
+
 
 @pytest.fixture(autouse=True)
 def simulated(monkeypatch):

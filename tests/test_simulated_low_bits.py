@@ -25,6 +25,8 @@ from pallas_kernels.formats.low_bits import LowBits
 from pallas_kernels.formats.token_codes import FullTokens
 from pallas_kernels.gpu import ptx
 
+pytestmark = pytest.mark.kernels
+
 
 @pytest.fixture(autouse=True)
 def simulated(monkeypatch):

@@ -22,6 +22,8 @@ from pallas_kernels.matmul.mosaic_wide_plan import PARAMETER_GROUPS, PARAMETER_S
 from pallas_kernels.matmul.mosaic_wide_plan import Config as WideConfig
 from pallas_kernels.matmul.mosaic_wide_plan import Plan as WidePlan
 
+pytestmark = pytest.mark.kernels
+
 
 @pytest.fixture(autouse=True)
 def simulated(monkeypatch):

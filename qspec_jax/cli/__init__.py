@@ -67,6 +67,9 @@ def main(arguments: list[str] | None = None) -> None:
         # typer's own errors (unknown flags, bad values) in every version of typer: with click beside it or inside it.
         elif not hasattr(error, "format_message"):
             raise
+        elif type(error).__name__ == "NoArgsIsHelpError":  # its message is the help
+            print(error.format_message(), file=sys.stderr)
+            code = 2
         else:
             message = _message(error)
             code = _fail(message) if message else 2

@@ -127,8 +127,8 @@ def batch(
     if ray_actors and ray is None:
         raise InputError("--ray-actors is for --ray")
     if distributed:
-        join_others("batch", config, seed, dtype, rows_at_once, refill, on_error, columns)
-    quiet, seed, stops = as_json or not processes.is_first(), used_seed(seed, config), on_error is OnError.stop
+        join_others("batch", config, seed or 0, dtype, rows_at_once, refill, on_error, columns)
+    quiet, stops = as_json or not processes.is_first(), on_error is OnError.stop
     if ray is None:
         places = _places(config, devices, tensor_parallel, distributed=distributed)
     else:
@@ -150,7 +150,8 @@ def batch(
         kind = "a GPU of the cluster" if cluster_gpus() else "cpu"
         (config,) = resolve_auto_draft(network, [config], None, batch=rows_at_once or ROWS_OF_AUTO, device_kind=kind)
         of_lines = config
-    lines = read_lines(content, network, tokenizer, of_lines, seed, columns)
+    lines = read_lines(content, network, tokenizer, of_lines, seed or 0, columns)
+    seed = used_seed(seed, [line.request.config for line in lines if line.request and not line.seeded])
     check_lines(lines, name, stops=stops)
     # All lines are prepared, also those that are done: draft "auto" and costs depend on all of them, and a run is known by them.
     good = [line for line in lines if line.request]

@@ -19,7 +19,7 @@ from qspec_jax.bench.architectures import ARCHITECTURES, architecture, check_gpu
 from qspec_jax.bench.decode_rows import check_gamma, select_gammas
 from qspec_jax.bench.simulated import rate_of_ratio, rates_of
 from qspec_jax.caches.registry import CacheConfig
-from qspec_jax.checkpoints import huggingface, loading
+from qspec_jax.checkpoints import hub, huggingface, loading
 from qspec_jax.cli.bench_kernels import Repeats, kernels
 from qspec_jax.cli.options import (
     Devices,
@@ -168,7 +168,7 @@ def bench_decode(
             log.warning("random weights: their acceptance means nothing; --simulate-ratio simulates one")
         beside = []
         if transformers:  # before jax takes the GPU's memory
-            dtype, source = loading.stored_dtype(shape), ARCHITECTURES[arch] if arch else model
+            dtype, source = loading.stored_dtype(shape), ARCHITECTURES[arch] if arch else hub.local(model)
             each = tqdm(contexts, desc="transformers", unit="context", leave=False, disable=True if as_json else None)
             beside = [transformers_decode.measure(source, context, dtype=dtype, seed=seed) for context in each]
         name, place = arch or model, place_of(devices, distributed=False)

@@ -100,7 +100,7 @@ def generate_command(
         why = "calibrates nothing; leave --calibrate" if calibrate else "takes all devices of all processes; leave --devices"
         raise InputError(f"--distributed {why} out")
     if distributed:
-        join_others("generate", config, seed, dtype, stream, as_json, chat, system)
+        join_others("generate", config, seed or 0, dtype, stream, as_json, chat, system)
     named = processes.from_first(lambda: _prompts(prompt or [], prompt_file or []))
     names, prompts = [name for name, _ in named], [text for _, text in named]
     if not prompts:
@@ -120,7 +120,11 @@ def generate_command(
             log.warning("%s", hint)
         tokens = checked_prompts(network, _messages(prompts, system, tokenizer) if chat else prompts, config, tokenizer, names)
         settings = dict(
-            config=config, key=key_of(used_seed(seed, config)), tokenizer=tokenizer, calibrate=calibrate, progress=False if quiet else None
+            config=config,
+            key=key_of(used_seed(seed, [config])),
+            tokenizer=tokenizer,
+            calibrate=calibrate,
+            progress=False if quiet else None,
         )
         memory = explained_memory(network, config, max(map(len, tokens)), rows=len(tokens))
         with memory, contextlib.ExitStack() as traced:

@@ -345,9 +345,9 @@ def load(
     return network, load_tokenizer(directory)
 
 
-def used_seed(seed: int | None, config: GenerationConfig) -> int:
-    """The seed that is given, or 0, which one line says where tokens are sampled."""
-    if seed is None and config.temperature:
+def used_seed(seed: int | None, configs: Sequence[GenerationConfig]) -> int:
+    """The seed that is given, or 0, which one line says where rows with these settings sample tokens."""
+    if seed is None and any(config.temperature for config in configs):
         log.warning("tokens are sampled with --seed 0; another seed gives another text")
     return seed or 0
 

@@ -87,6 +87,7 @@ class Line:
         error: what is wrong with it; None where nothing is.
         passed: columns that its output has too, as they are.
         call: what its output needs where it is a line of OpenAI's batch files; None for a line of our own.
+        seeded: whether it has a seed of its own.
     """
 
     number: int | None
@@ -95,6 +96,7 @@ class Line:
     error: str | None = None
     passed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     call: Call | None = None
+    seeded: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +170,7 @@ class LineReader:
             else:
                 self._check_keys(said, KEYS)
                 own = {name: value for name, value in said.items() if name in KEYS and value is not None}
-            return dataclasses.replace(line, request=self._request(number, own))
+            return dataclasses.replace(line, request=self._request(number, own), seeded="seed" in own)
         except InputError as error:
             return dataclasses.replace(line, error=in_openai_names(str(error), names))
 

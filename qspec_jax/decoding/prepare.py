@@ -104,7 +104,6 @@ def prepare(
     batch_size: int | None = None,
     calibrate: bool = False,
     progress: bool | None = None,
-    checked: bool = False,
 ) -> Prepared:
     """Checks requests, completes their settings and makes their draft.
 
@@ -118,7 +117,6 @@ def prepare(
         batch_size: rows that are decoded at a time, by which draft "auto" is resolved; None: all.
         calibrate: whether INT4 weights of the draft are rounded for these prompts, see `drafts.make_draft`.
         progress: a bar on standard error while weights are quantized; None shows it on a terminal.
-        checked: whether the requests are lines that were checked when they were read (`jsonl.read_lines`), which is not done again.
 
     Raises:
         InputError: for requests that cannot be decoded, that differ in a setting of `SHARED`, and for a draft that was made for another
@@ -136,10 +134,36 @@ def prepare(
         keyed = True
         if key is not None:
             raise InputError("key is for prompts; each request has a key of its own")
-        found = found if checked else _checked_requests(model, found, tokenizer)
+        found = _checked_requests(model, found, tokenizer)
     else:
         config = config or GenerationConfig()
         found = _requests_of(model, found, config, key, tokenizer)
+    settings = dict(batch_size=batch_size, calibrate=calibrate, progress=progress, keyed=keyed)
+    return completed(model, found, config=config, tokenizer=tokenizer, **settings)
+
+
+def completed(
+    model: Llama,
+    found: Sequence[Request],
+    *,
+    config: GenerationConfig | None = None,
+    tokenizer: Any = None,
+    batch_size: int | None = None,
+    calibrate: bool = False,
+    progress: bool | None = None,
+    keyed: bool = True,
+) -> Prepared:
+    """Completes the settings of requests and makes their draft, as `prepare` does once it has checked them.
+
+    Args:
+        model, config, tokenizer, batch_size, calibrate, progress: see `prepare`.
+        found: requests that were checked one by one, such as lines (`jsonl.LineReader`).
+        keyed: see `Prepared`.
+
+    Raises:
+        InputError: for requests that differ in a setting of `SHARED`, and as `prepare` does for the draft.
+    """
+    _check_shared(found)
     prompts, config = [request.tokens for request in found], config or found[0].config
     lengths = list(map(len, prompts))
     configs = [with_tokenizer(request.config, model, tokenizer) for request in found]
@@ -184,13 +208,17 @@ def _requests_of(model: Llama, prompts: Any, config: GenerationConfig, key: Key[
     return [Request(row, config, keys[i]) for i, row in enumerate(rows)]
 
 
-def _checked_requests(model: Llama, requests: Sequence[Request], tokenizer: Any) -> list[Request]:
-    """Requests with token ids, once they and what they share are checked."""
+def _check_shared(requests: Sequence[Request]) -> None:
     for name in SHARED:
         first, *others = (getattr(request.config, name) for request in requests)
         # Drafts that are made hold arrays, which do not compare.
         if any(other is not first and (isinstance(first, Draft) or other != first) for other in others):
             raise InputError(f"all requests should have the same {name}")
+
+
+def _checked_requests(model: Llama, requests: Sequence[Request], tokenizer: Any) -> list[Request]:
+    """Requests with token ids, once they and what they share are checked."""
+    _check_shared(requests)  # first: settings that differ are named before what is wrong with one of them
     checked = []
     for i, request in enumerate(requests):
         check_settings(model, request.config, tokenizer)

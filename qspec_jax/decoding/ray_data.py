@@ -25,7 +25,7 @@ from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.journal import kept
 from qspec_jax.decoding.jsonl import KEYS, OPENAI_KEYS, Columns, Line, LineReader, as_line, as_wrong, error_of, is_whole
-from qspec_jax.decoding.prepare import ROWS_OF_AUTO, prepare
+from qspec_jax.decoding.prepare import ROWS_OF_AUTO, completed
 from qspec_jax.decoding.resolve import resolve_auto_draft
 from qspec_jax.decoding.results import Result
 from qspec_jax.drafts.draft import Draft
@@ -93,7 +93,7 @@ class Predictor:
         if todo:
             requests = [lines[i].request for i in todo]
             at_once = self.batch_size or ROWS_OF_AUTO
-            prepared = prepare(self.model, requests, tokenizer=self.tokenizer, batch_size=at_once, checked=True)
+            prepared = completed(self.model, requests, tokenizer=self.tokenizer, batch_size=at_once)
             for result in run_batch(self.model, prepared, batch_size=self.batch_size):
                 i = todo[result.index]
                 results[i], outputs[i] = result, as_line(lines[i], result, self.tokenizer)

@@ -29,22 +29,23 @@ class Checkpoints:
 
     Attributes:
         directory: the target's.
-        contents: `of_checkpoint` of each, by its name, those of the draft first.
+        contents: `of_checkpoint` of each, those of the draft first.
     """
 
     def __init__(self, model: str, config: GenerationConfig, local: Callable[[Any], Path]):
         self.directory = local(model)
         of_draft = checkpoints_of(parse_draft(config.draft)) if config.has_drafts and config.draft != AUTO else ()
-        self._directories = {name: local(name) for name in of_draft} | {model: self.directory}
+        self._directories = [*((name, local(name)) for name in of_draft), (model, self.directory)]
         self.contents = self._read()
 
     def check_unchanged(self) -> None:
         """Raises InputError where one has changed since, while it was loaded."""
-        if changed := [name for name, parts in self._read().items() if parts != self.contents[name]]:
+        changed = [name for (name, _), before, now in zip(self._directories, self.contents, self._read(), strict=True) if before != now]
+        if changed:
             raise InputError(f"{changed[0]}: its files changed while they were loaded; start again once they are as they should be")
 
-    def _read(self) -> dict[Any, list[bytes]]:
-        return {name: of_checkpoint(directory) for name, directory in self._directories.items()}
+    def _read(self) -> list[list[bytes]]:
+        return [of_checkpoint(directory) for _, directory in self._directories]
 
 
 def run_identity(content: bytes, prepared: Prepared, checkpoints: Checkpoints, settings: tuple[Any, ...], version: str) -> dict[str, str]:
@@ -60,7 +61,7 @@ def run_identity(content: bytes, prepared: Prepared, checkpoints: Checkpoints, s
     model = prepared.model
     config = dataclasses.replace(model.checkpoint_config, dtype="")
     of_model = repr((config, has_stored_int4(checkpoints.directory, model.dtype.name))).encode()
-    of_files = [of_model, *(part for parts in checkpoints.contents.values() for part in parts)]
+    of_files = [of_model, *(part for parts in checkpoints.contents for part in parts)]
     of_run = repr((prepared.identity(), model.dtype.name, *settings)).encode()
     return run_hashes(prompts=[content], settings=[of_run], checkpoint=of_files, version=[version.encode(), REVISION])
 

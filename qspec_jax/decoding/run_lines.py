@@ -19,7 +19,7 @@ from qspec_jax.decoding.data_parallel import Place
 from qspec_jax.decoding.journal import Journal, kept, written
 from qspec_jax.decoding.jsonl import Line, as_line, as_wrong, error_of
 from qspec_jax.decoding.out_of_memory import explained_memory
-from qspec_jax.decoding.prepare import ROWS_OF_AUTO, Prepared, prepare
+from qspec_jax.decoding.prepare import ROWS_OF_AUTO, Prepared, completed
 from qspec_jax.decoding.ray_data import through_actors
 from qspec_jax.decoding.results import BatchStats
 from qspec_jax.drafts import make_draft
@@ -62,7 +62,7 @@ def prepare_lines(
     if on_ray or not requests:
         return Prepared(model, config, tuple(requests), None, tokenizer)
     with explained_memory(model, config, max(len(request.tokens) for request in requests), rows=1):
-        return prepare(model, requests, config=config, tokenizer=tokenizer, batch_size=batch_size or ROWS_OF_AUTO, checked=True)
+        return completed(model, requests, config=config, tokenizer=tokenizer, batch_size=batch_size or ROWS_OF_AUTO)
 
 
 def check_lines(lines: Sequence[Line], name: str, *, stops: bool) -> None:

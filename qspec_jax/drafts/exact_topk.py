@@ -77,6 +77,7 @@ class ExactTopKDraft(SelfSpeculativeDraft):
 
     def reads(self, layer: int, cache: Cache, tokens: int) -> Reads:
         """See `ModelDraft.reads`. That a step reads all keys to find its choice does not count: no draft that is measured by it does."""
+        check_has_groups(cache, "exact-topk")
         settings, dense = self.settings, cache.reads(UPPER_PLANE, tokens)
         if layer < settings.dense_layers:
             return dense

@@ -127,6 +127,7 @@ class SparseDraft(SelfSpeculativeDraft):
     def reads(self, layer: int, cache: Cache, tokens: int) -> Reads:
         if layer in self.skipped.attention:
             return NOTHING
+        check_has_groups(cache, self.name)
         dense, G = cache.reads(UPPER_PLANE, tokens), cache.group_size
         if layer < self.settings.dense_layers:
             return dense

@@ -62,7 +62,7 @@ class Device:
     @property
     def host_bytes_per_s(self) -> float:
         """The bandwidth of copies from host memory. In memory that is shared a copy reads and writes."""
-        return self.read_bytes_per_s / 2 if self.shared_memory else 1e9 * self.host_gb_per_s
+        return self.read_bytes_per_s / 2 if self.shared_memory else 1e9 * (self.host_gb_per_s or HOST_SHARE * 32)
 
     @property
     def flops_per_s(self) -> float:

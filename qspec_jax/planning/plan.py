@@ -66,7 +66,10 @@ def plan(
         if context + max_new_tokens > config.max_length:
             held = f"the {config.max_length:,} positions of the model"
             raise InputError(f"a context of {context:,} tokens and {max_new_tokens:,} new ones are more than {held}")
-    given = {text: CacheConfig.parse(text) for text in caches}
+    given: dict[str, CacheConfig] = {}
+    for text in caches:
+        if (cache := CacheConfig.parse(text)) not in given.values():
+            given[text] = cache
     for cache in given.values():
         cache.check(config)
     own, drafted = {kind: CacheConfig(kind) for kind in CACHES} | given, given or {"int8": CacheConfig()}
@@ -100,7 +103,10 @@ def plan(
                 rows += [dataclasses.replace(row, cache=over) for row in planner.drafted(text, found, cache, context, batch, gammas)]
             rows = _compared(rows, lossless)
             report["rows"] += rows
-            report["best"].append(_best(rows, context, batch))
+            # What changes the output is compared with what does not only where nothing else is asked for.
+            alike = [row for row in rows if row.cache in lossless]
+            of_drafts = any(row.draft != registry.NONE for row in alike)
+            report["best"].append(_best(alike if of_drafts else rows, context, batch))
     return PlanReport(
         model=name,
         device=device,
@@ -204,7 +210,7 @@ def _notes(config: LlamaConfig, device: Device, batches: Sequence[int], rows: Se
     if config.dtype not in ("bfloat16", "float16"):
         notes.append(f"planned in bfloat16; the checkpoint is in {config.dtype}")
     for batch in batches:
-        notes += _tuning_notes([row for row in rows if row.batch == batch])
+        notes += _tuning_notes([row for row in rows if row.batch == batch and row.kernels_measured])
     for row in rows:
         if row.ms_per_token is None:
             notes.append(f"{row.draft}: {row.status}{f'; {row.note}' if row.note else ''}")
@@ -222,6 +228,8 @@ def _notes_on_caches(caches: Mapping[str, CacheConfig], device: Device) -> list[
     for text, cache in caches.items():
         if cache.guesses:
             notes.append(f"{text}: each pass of the target also reads a guess at the next token")
+        if cache.kind not in CACHES:
+            notes.append(f"{text}: this cache is lossy, so the output differs from the target's over the caches {' and '.join(CACHES)}")
         if cache.kind not in MEASURED:
             notes.append(f"{text}: no kernel that reads this cache has been measured; times are as if those that read int8 and full did")
         if cache.in_host_memory:

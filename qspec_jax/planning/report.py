@@ -155,7 +155,8 @@ def _best(report: PlanReport) -> Text:
             lines.append(where + f"{said}; without one over the {best.cache} cache{_assumed(best)}")
         else:
             gain = "" if best.speedup is None else f", {best.speedup:.2f} times as fast"
-            lines.append(where + f"{best.draft} with {best.gamma} drafts a round{gain}{_assumed(best)}")
+            over = "" if best.cache == "int8" else f", over the {best.cache} cache"
+            lines.append(where + f"{best.draft} with {best.gamma} drafts a round{over}{gain}{_assumed(best)}")
             if (other := best.with_measured_kernels) and other.draft is not None:
                 way = f"no draft, over the {other.cache} cache" if other.draft == NONE else f"{other.draft} with {other.gamma}"
                 lines.append(f"    by kernels that were not measured; of the others, {way}, {other.speedup:.2f} times{_assumed(other)}")
