@@ -22,8 +22,8 @@ from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.decoding import prefill_groups, slots
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.engine import Engine
-from qspec_jax.decoding.pages import PagePool
 from qspec_jax.drafts.step_bytes import bytes_of
+from qspec_jax.states.pages import PagePool
 
 pytestmark = pytest.mark.usefixtures("paged")
 

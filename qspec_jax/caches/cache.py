@@ -112,6 +112,7 @@ class Cache(AppendedCache):
         takes_group_size: whether a group size makes any difference to it.
         chooses_by_head: whether each KV head keeps or fetches tokens of its own choice; copies of a head on several devices would then
             choose different ones.
+        trims: whether a row can be cut back to an earlier length, since nothing of the tokens before that was forgotten.
         prompt_queries: how many of a prompt's last queries `fill` is also given, after RoPE, [B, Q, N, H], the last one in the last row and
             zeros before a prompt's first; never more than the prompt's S. If it is 0, `fill` gets no argument `queries`.
     """
@@ -120,6 +121,7 @@ class Cache(AppendedCache):
     takes_drafts: ClassVar[bool] = True
     takes_group_size: ClassVar[bool] = True
     chooses_by_head: ClassVar[bool] = False
+    trims: ClassVar[bool] = True
 
     prompt_queries: int = 0
 

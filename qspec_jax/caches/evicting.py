@@ -17,6 +17,7 @@ class EvictingCache(Cache):
     name: ClassVar[str]
     gives: ClassVar[frozenset[Gives]] = frozenset()
     takes_group_size: ClassVar[bool] = False
+    trims: ClassVar[bool] = False
 
     @property
     def capacity(self) -> int:

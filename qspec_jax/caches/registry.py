@@ -31,13 +31,14 @@ class RegisteredCache(Protocol):
         Settings: the class of the cache's own settings, see `qspec_jax.settings_text.setting`; a class without this attribute has none.
             A property `in_host_memory` of it says whether a part of the cache may be in host memory.
         default_group: tokens of a key group, if not given; 128 for a class that does not have this attribute.
-        gives, takes_drafts, takes_group_size, chooses_by_head: see `Cache`.
+        gives, takes_drafts, takes_group_size, chooses_by_head, trims: see `Cache`.
     """
 
     gives: ClassVar[frozenset[Gives]]
     takes_drafts: ClassVar[bool]
     takes_group_size: ClassVar[bool]
     chooses_by_head: ClassVar[bool]
+    trims: ClassVar[bool]
 
     def schedule_of(self, group_size: int, settings: Any) -> Schedule:
         """The schedule of a cache with groups of `group_size` tokens. settings: its own; None for a class without any."""
@@ -169,6 +170,11 @@ class CacheConfig:
     def with_resident(self, share: float) -> Self:
         """The cache with this share of its layers on the device, see `HostSettings`; for one that `streams`."""
         return dataclasses.replace(self, settings=dataclasses.replace(self.settings, resident=share))
+
+    @property
+    def trims(self) -> bool:
+        """Whether a row may be cut back to fewer tokens of which the same ones are quantized."""
+        return CACHES[self.kind].trims
 
     @property
     def guesses(self) -> bool:

@@ -14,14 +14,15 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from pallas_kernels.formats.views import BOTH_PLANES, View
+from qspec_jax.decoding.adaptive import Adaptive
 from qspec_jax.decoding.compiled import Call, Compiled, rounded_up
 from qspec_jax.decoding.config import GenerationConfig, beside_draft
 from qspec_jax.decoding.host_residence import none_resident, settled
 from qspec_jax.decoding.limits import Limits
-from qspec_jax.decoding.prefill import CacheChoice, Prefill, Sizes
+from qspec_jax.decoding.prefill import START, CacheChoice, Prefill, Reading, Sizes
 from qspec_jax.decoding.programs import DECODE, FORK, REPEAT, REPLACE, WINDOW
 from qspec_jax.decoding.sampling import Sampler
 from qspec_jax.decoding.state import UNLIMITED, Counts, DecodeState, Logprobs
@@ -62,6 +63,7 @@ class Engine:
         prompt_tokens: the length of the longest prompt.
         max_new_tokens: the maximum number of new tokens of a row.
         logprobs: alternatives to each token whose log-probabilities are kept; None keeps none, not even the token's own.
+        appended: the minimum number of tokens, besides one, that a pass may append to the cache.
         view: the part of its cache that the target reads; all of it, except for measurements.
         on_compile: called with None when programs have to be made, and with the seconds that this took afterwards: 0 if another engine had
             made them.
@@ -80,6 +82,7 @@ class Engine:
         prompt_tokens: int,
         max_new_tokens: int,
         logprobs: int | None = None,
+        appended: int = 0,
         view: View = BOTH_PLANES,
         on_compile: Callable[[float | None], None] = lambda seconds: None,
     ):
@@ -94,7 +97,7 @@ class Engine:
             check_made_for(self.draft, model)
         self.gamma = gamma = gamma if draft is not None else 0
         new = bucket(max_new_tokens)
-        extra_rows = 0 if self.draft is None else self.draft.extra_rows
+        extra_rows = max(0 if self.draft is None else self.draft.extra_rows, appended - gamma)
         self.sizes = Sizes(cache, bucket(prompt_tokens) + new, new, gamma, extra_rows, logprobs)
         self.compile_s = 0.0
         self._on_compile = on_compile
@@ -140,13 +143,19 @@ class Engine:
         self._rows = rows
 
     def prefill_of(
-        self, prompts: Sequence[Sequence[int]], sampler: Sampler, keys: Key[Array, "B"], limits: Limits, *, layers: int | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampler: Sampler | None = None,
+        keys: Key[Array, "B"] | None = None,
+        limits: Limits | None = None,
+        *,
+        layers: int | None = None,
     ) -> Prefill:
         """The programs that read prompts, with their arguments.
 
         Args:
             prompts: token ids of each row.
-            sampler, keys, limits: of each row.
+            sampler, keys, limits: of each row; None where no token is chosen.
             layers: layers in a part; None: all. Rounds of other rows can come between parts.
 
         Raises:
@@ -195,6 +204,28 @@ class Engine:
     def prefill(self, prompts: Sequence[Sequence[int]], sampler: Sampler, keys: Key[Array, "B"], limits: Limits) -> DecodeState:
         """The state after prompts, with the first new token of each row. The device may still be computing it."""
         return self.prepare_prefill(self.prefill_of(prompts, sampler, keys, limits))()
+
+    def read(self, prompt: Sequence[int]) -> Reading:
+        """The result of reading a prompt, without a new token. The device may still be computing it."""
+        prefill = self.prefill_of([prompt])
+        self.compile_prefills([prefill])
+        return prefill.read(self._executables)
+
+    def resume(
+        self,
+        logits: Float[Array, "B V"],
+        tokens: Int[Array, "B S"],
+        n: Int[Array, "B"],
+        sampler: Sampler,
+        keys: Key[Array, "B"],
+        limits: Limits,
+        pending: Int[Array, "B"],
+        adaptive: Adaptive | None,
+    ) -> DecodeState:
+        """The state of rows that were read before, without cache and draft; see `qspec_jax.decoding.prefill.START`."""
+        seen = tokens if limits.asks_what_was_seen else None
+        self._unseen += 1
+        return self._run(Call(START, (logits, seen, n, sampler, keys, limits, pending, adaptive), dict(sizes=self.sizes), "resumed"))
 
     def prepare_prefill(self, prefill: Prefill) -> Callable[[], DecodeState]:
         """Does the host's part of a prefill, and returns the function that starts the device, with hardly any delay."""

@@ -15,12 +15,14 @@ from qspec_jax.decoding import state
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.prepare import Prepared, prepare
+from qspec_jax.decoding.reading import Continued
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.sampling import Sampler, make_sampler
 from qspec_jax.decoding.state import DecodeState, Logprobs, stopped
 from qspec_jax.decoding.text import RowText
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
+from qspec_jax.states.state import State
 
 FINISH_REASONS = {state.EOS: "eos", state.LENGTH: "length", state.STOP: "stop"}
 
@@ -89,6 +91,7 @@ class Generation:
         stats: totals, and in `rows` the counts of each prompt.
         logprobs: the target's log-probability of each new token; None if they were not asked for.
         top_logprobs: pairs of token id and log-probability for the most likely tokens of each position.
+        states: where states were continued, those after the new tokens; else None.
     """
 
     token_ids: list[list[int]]
@@ -97,6 +100,7 @@ class Generation:
     stats: Stats
     logprobs: list[list[float]] | None = None
     top_logprobs: list[list[list[tuple[int, float]]]] | None = None
+    states: list[State] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +122,7 @@ class Piece:
     flushes: int
 
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | State
 
 
 def generate(
@@ -140,7 +144,8 @@ def generate(
     Args:
         model: the target.
         prompts: texts, conversations for the chat template, which are lists of messages (both need a tokenizer), or lists of token ids; a
-            single text or list of token ids; or what `prepare` returned for this model, which has config, key and tokenizer.
+            single text or list of token ids; states, which are continued and stay as they are; or what `prepare` returned for this model,
+            which has config, key and tokenizer.
         config: what to generate and how, with the draft; None: the defaults. For many calls, make the draft once:
             `GenerationConfig(draft=make_draft("quantspec", model))`.
         key: `jax.random.key(seed)`, from which all draws come; needed where there are any, and of any generator of JAX (see
@@ -301,27 +306,42 @@ class _Run:
         self.n = np.array([len(prompt) for prompt in self.prompts], np.int32)
         self.rows = [Row(request.config, tokenizer, request.tokens, follow=follow) for request in prepared.requests]
         self.engine = prepared.engine()
+        self.continued = None if prepared.states is None else Continued(prepared.states, max(config.max_new_tokens for config in configs))
         self.keys = jnp.stack([request.key for request in prepared.requests])
         self.sampler, self.limits = sampler or make_sampler(*configs), make_limits(prepared.model, *configs, tokenizer=tokenizer)
 
     def updates(self) -> Iterator[list[tuple[list[int], str]]]:
         """New tokens of each row, and their text: after prefill, and after every `rounds_per_update` rounds until all rows have ended."""
         state, self.prefill_s = self._prefilled()
-        self.cache_bytes, self.host_cache_bytes, self.decode_s = state.cache.num_bytes, state.cache.num_host_bytes, 0.0
-        self.engine.compile_rounds(state, self.sampler, self.limits)
+        lent, taken_back = (self.continued.lent, self.continued.taken_back) if self.continued else (_same, _same)
+        with_groups = lent(state)
+        self.cache_bytes, self.host_cache_bytes, self.decode_s = with_groups.cache.num_bytes, state.cache.num_host_bytes, 0.0
+        self.engine.compile_rounds(with_groups, self.sampler, self.limits)
+        del with_groups
         while True:
             yield self._update(state)
             ended = [row.finish_reason is not None for row in self.rows]
+            if self.continued:
+                for b, row in enumerate(self.rows):
+                    if ended[b] and self.continued.states[b] is None:
+                        self.continued.end(state, b, row.token_ids)
             if all(ended):
                 return
             if any(row.config.stop for row in self.rows):
                 state = stopped(state, jnp.asarray(ended))
+                if self.continued:
+                    self.continued.keep(state)
             began = time.perf_counter()
             with jax.profiler.TraceAnnotation("rounds"):
-                state = jax.block_until_ready(self.engine.rounds(state, self.sampler, self.limits, self.rounds_per_update))
+                state = taken_back(self.engine.rounds(lent(state), self.sampler, self.limits, self.rounds_per_update))
+                jax.block_until_ready(state)
             self.decode_s += time.perf_counter() - began
 
     def _prefilled(self) -> tuple[DecodeState, float]:
+        if self.continued:
+            began = time.perf_counter()
+            state = self.continued.begin(self.engine, self.sampler, self.keys, self.limits)
+            return jax.block_until_ready(state), time.perf_counter() - began
         begin = self.engine.prepare_prefill(self.engine.prefill_of(self.prompts, self.sampler, self.keys, self.limits))
         jax.block_until_ready(self.engine.draft)
         began = time.perf_counter()
@@ -347,6 +367,7 @@ class _Run:
             self._stats(),
             chances,
             top,
+            self.continued and self.continued.states,
         )
 
     def _stats(self) -> Stats:
@@ -366,6 +387,10 @@ class _Run:
             host_cache_bytes=self.host_cache_bytes,
             rows=[of(*row) for row in zip(*columns)],
         )
+
+
+def _same(state: DecodeState) -> DecodeState:
+    return state
 
 
 def summary(prompt_tokens, new_tokens, rounds, drafted, accepted, histogram, flushes, *, speculative: bool) -> RowStats:

@@ -1,6 +1,7 @@
 """Prefill: its programs, and the order in which they run.
 
-There is one program for all layers, or one for a few layers at a time; other rows can then have rounds between the parts.
+The prompts are read by one program for all layers, or by one for a few layers at a time; other rows can then have rounds between the parts.
+A last program chooses the first new token of each row.
 """
 
 import collections
@@ -16,12 +17,13 @@ from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.host_memory import in_host
 from qspec_jax.caches.prefill import embedded, last_logits, prefill, through_layers
 from qspec_jax.caches.registry import CacheChoice
+from qspec_jax.decoding.adaptive import Adaptive
 from qspec_jax.decoding.compiled import Call, Compiled
 from qspec_jax.decoding.limits import Limits
 from qspec_jax.decoding.logits_processors import seen_in, seen_since
 from qspec_jax.decoding.round import begin
 from qspec_jax.decoding.sampling import TARGET, Sampler
-from qspec_jax.decoding.state import DecodeState, Logprobs, start
+from qspec_jax.decoding.state import RUNNING, DecodeState, Logprobs, start
 from qspec_jax.drafts.draft import Draft, Prompt
 from qspec_jax.drafts.step_bytes import bytes_of
 from qspec_jax.models.llama import Llama
@@ -59,22 +61,37 @@ class Sizes:
         return self.cache.empty(model.config, **sizes)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """The result of reading prompts.
+
+    Attributes:
+        logits: the target's after each row's last token.
+        cache: the target's, which holds the rows.
+        draft: the draft's state.
+        queries: see `qspec_jax.drafts.draft.Prompt`.
+    """
+
+    logits: Float[Array, "B V"]
+    cache: Cache
+    draft: Any
+    queries: tuple[Float[Array, "B Q N H"], ...] = ()
+
+
 def _prefilled(
     target: ViewedModel,
     draft: Draft | None,
     tokens: Int[Array, "B S"],
     n: Int[Array, "B"],
-    sampler: Sampler,
-    keys: Key[Array, "B"],
-    limits: Limits,
     *,
     sizes: Sizes,
-) -> DecodeState:
-    """The state after prompts."""
+) -> Reading:
+    """All layers at once."""
     empty = sizes.empty_cache(target.model, tokens.shape[0])
     with jax.named_scope("prefill"):
         found = prefill(target.model, tokens, n, empty, num_queries=_num_queries(draft))
-    return _started(draft, tokens, n, sampler, keys, limits, *found, sizes=sizes)
+    return _read(draft, tokens, n, *found, sizes=sizes)
 
 
 def _begun(target: ViewedModel, tokens: Int[Array, "B S"], n: Int[Array, "B"], *, sizes: Sizes) -> tuple[Array, tuple[Array, Array], Cache]:
@@ -87,44 +104,67 @@ def _ended(
     draft: Draft | None,
     tokens: Int[Array, "B S"],
     n: Int[Array, "B"],
-    sampler: Sampler,
-    keys: Key[Array, "B"],
-    limits: Limits,
     x: Float[Array, "B S D"],
     cache: Cache,
     queries: tuple[Array, ...],
     *,
     sizes: Sizes,
-) -> DecodeState:
-    """The state after the last layer. x: its hidden states. cache: filled."""
-    logits, cache = last_logits(target.model, x, n), cache.filled(cache.layers, n)
-    return _started(draft, tokens, n, sampler, keys, limits, logits, cache, queries, sizes=sizes)
+) -> Reading:
+    """After the last layer. x: its hidden states. cache: with all of its layers filled."""
+    return _read(draft, tokens, n, last_logits(target.model, x, n), cache.filled(cache.layers, n), queries, sizes=sizes)
 
 
-def _started(
+def _read(
     draft: Draft | None,
     tokens: Int[Array, "B S"],
     n: Int[Array, "B"],
-    sampler: Sampler,
-    keys: Key[Array, "B"],
-    limits: Limits,
     logits: Float[Array, "B V"],
     cache: Cache,
     queries: tuple[Array, ...] = (),
     *,
     sizes: Sizes,
-) -> DecodeState:
-    """The state after a prefill with these results."""
+) -> Reading:
     # Of the same width for every prompt, so that a row fits into the state of others.
     padding = sizes.capacity - sizes.max_new_tokens - tokens.shape[1]
     shapes = dict(capacity=sizes.capacity, gamma=sizes.gamma, width=tokens.shape[1])
     prompt = Prompt(jnp.pad(tokens, ((0, 0), (0, padding))), n, cache, queries, **shapes)
+    return Reading(logits, cache, begin(draft, prompt), queries)
+
+
+def _started(
+    logits: Float[Array, "B V"],
+    tokens: Int[Array, "B S"] | None,
+    n: Int[Array, "B"],
+    sampler: Sampler,
+    keys: Key[Array, "B"],
+    limits: Limits,
+    pending: Int[Array, "B"] | None = None,
+    adaptive: Adaptive | None = None,
+    *,
+    sizes: Sizes,
+) -> DecodeState:
+    """The state with the first new token of each row, but without the cache and the draft's state, which would be copied.
+
+    Args:
+        logits: after the rows' last tokens.
+        tokens: the rows' tokens, if a processor needs them.
+        n: the number of tokens of each row.
+        sampler, keys, limits: they choose the token.
+        pending: the pending token of rows that have one already, which get no other; -1 in other rows. None: no row has one.
+        adaptive: the rows' history of acceptance; None: it begins.
+        sizes: of the state.
+    """
     seen = seen_in(tokens, n, logits.shape[1]) if limits.asks_what_was_seen else None
     processed = limits.processed(logits[:, None], jnp.zeros_like(n), None if seen is None else seen_since(seen, tokens[:, :0]))
     first, _ = sampler.choose(processed[:, 0], keys, n, TARGET)
     of_first = None if sizes.logprobs is None else Logprobs.of(logits[:, None], first[:, None], sizes.logprobs)
-    new = dict(max_new_tokens=sizes.max_new_tokens, gamma=sizes.gamma)
-    return start(cache, first, keys, limits, **new, draft=begin(draft, prompt), seen=seen, logprobs=of_first)
+    first = first if pending is None else jnp.where(pending < 0, first, pending)
+    state = start(None, first, keys, limits, max_new_tokens=sizes.max_new_tokens, gamma=sizes.gamma, seen=seen, logprobs=of_first)
+    if pending is not None:
+        chosen = pending < 0
+        status = jnp.where(chosen, state.status, RUNNING)
+        state = dataclasses.replace(state, emitted=jnp.where(chosen, state.emitted, 0), status=status)
+    return state if adaptive is None or state.adaptive is None else dataclasses.replace(state, adaptive=adaptive)
 
 
 def _num_queries(draft: Draft | None) -> int:
@@ -135,6 +175,7 @@ PREFILL = Compiled(_prefilled, static_argnames=("sizes",))
 BEGIN = Compiled(_begun, static_argnames=("sizes",))
 PART = Compiled(through_layers, static_argnames=("nope", "num_queries"), donate_argnames=("x", "cache"))
 END = Compiled(_ended, static_argnames=("sizes",), donate_argnames=("cache",))
+START = Compiled(_started, static_argnames=("sizes",))
 
 
 Executables = Mapping[Hashable, jax.stages.Compiled]  # by the key of a call
@@ -142,25 +183,26 @@ Executables = Mapping[Hashable, jax.stages.Compiled]  # by the key of a call
 
 @dataclasses.dataclass(frozen=True)
 class Prefill:
-    """Prefill of prompts: one program; or the first one (`BEGIN`), one for each part of the layers (`PART`), and the last one (`END`).
+    """Prefill of prompts: one program (`PREFILL`), or a first (`BEGIN`), one for each part of the layers (`PART`), and a last (`END`).
+    Then the one that chooses first tokens (`START`).
 
     Attributes:
         target: the model that reads the prompts.
         draft: the draft that begins with them; None without one, and for a draft that does nothing in prefill.
         tokens: the prompts, padded on the right.
         n: the length of each prompt.
-        sampler, keys, limits: they choose the first new token of each row.
+        sampler, keys, limits: they choose the first new token of each row; None where none is chosen (`read`).
         sizes: the sizes that the programs are compiled for.
-        layers: layers in a part; None for one program.
+        layers: layers in a part; None for all layers in one program.
     """
 
     target: ViewedModel
     draft: Draft | None
     tokens: Int[Array, "B S"]
     n: Int[Array, "B"]
-    sampler: Sampler
-    keys: Key[Array, "B"]
-    limits: Limits
+    sampler: Sampler | None
+    keys: Key[Array, "B"] | None
+    limits: Limits | None
     sizes: Sizes
     layers: int | None = None
 
@@ -207,8 +249,23 @@ class Prefill:
         # Hidden states, cosines and sines are kept from the first program to the last.
         return largest + (0 if self.layers is None else bytes_of(self.first.shapes()[:2]))
 
+    def read(self, executables: Executables) -> Reading:
+        """The result of reading the prompts, without a new token. The device may still be computing it."""
+        return _last(self._parts(lambda call: executables[call.key](*call.args)))
+
     def _in_turn(self, result: Callable[[Call], Any]) -> Iterator[Any]:
         """Goes through the calls, and yields as `run_in_parts` does. result: returns a call's results, or their shapes."""
+        for part in self._parts(result):
+            if not isinstance(part, Reading):
+                yield part
+        if self.limits is None:
+            yield part
+            return
+        started = result(self._start(part.logits))
+        yield dataclasses.replace(started, cache=part.cache, draft=part.draft)
+
+    def _parts(self, result: Callable[[Call], Any]) -> Iterator[Any]:
+        """Goes through the calls that read the prompts, and yields at the end a `Reading`."""
         if self.layers is None:
             yield result(self._whole())
             return
@@ -223,7 +280,7 @@ class Prefill:
 
     @property
     def _prompts(self) -> tuple:
-        return self.draft, self.tokens, self.n, self.sampler, self.keys, self.limits
+        return self.draft, self.tokens, self.n
 
     @property
     def _variant(self) -> Hashable:
@@ -244,6 +301,11 @@ class Prefill:
         variant = x.shape[:2], tuple(any(map(in_host, jax.tree.leaves(layer))) for layer in layers), nope
         args = blocks[part], angles, x, self.n, dataclasses.replace(cache, layers=layers)
         return Call(PART, args, dict(nope=nope, num_queries=_num_queries(self.draft)), variant)
+
+    def _start(self, logits: Array) -> Call:
+        seen = self.tokens if self.limits.asks_what_was_seen else None
+        args = logits, seen, self.n, self.sampler, self.keys, self.limits
+        return Call(START, args, dict(sizes=self.sizes), self.n.shape if seen is None else seen.shape)
 
     def _end(self, x: Array, cache: Cache, queries: tuple) -> Call:
         return Call(END, (self.target, *self._prompts, x, cache, queries), dict(sizes=self.sizes), self._variant)

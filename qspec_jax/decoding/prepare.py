@@ -26,10 +26,12 @@ from qspec_jax.drafts.draft import Draft, check_made_for
 from qspec_jax.drafts.registry import AUTO, make_draft
 from qspec_jax.errors import InputError, warn_once
 from qspec_jax.models.llama import Llama, check_model
+from qspec_jax.states.state import Reader, State
 
 log = logging.getLogger(__name__)
 
 ROWS_OF_AUTO = 32  # for which draft auto is resolved where the batch size depends on the memory that the draft leaves
+OF_STATES = ("draft", "cache", "group_size", "scheme", "num_speculative_tokens")  # settings that a state is made for
 SHARED = ("draft", "cache", "eos_token_ids", "ignore_eos", "group_size", "scheme")  # settings that all requests of a batch have in common
 
 
@@ -45,6 +47,7 @@ class Prepared:
         tokenizer: of the texts; None if there is none.
         choices: what the draft's open settings (`skip=auto`) became, as texts.
         keyed: whether the keys of the draws were given; without one, prompts have the keys of seed 0, and nothing may be drawn.
+        states: of each request, where states are continued; else None.
     """
 
     model: Llama
@@ -54,6 +57,7 @@ class Prepared:
     tokenizer: Any = None
     choices: tuple[str, ...] = ()
     keyed: bool = True
+    states: tuple[State, ...] | None = None
 
     @property
     def prompts(self) -> list[Sequence[int]]:
@@ -72,10 +76,12 @@ class Prepared:
 
     def select(self, indices: Iterable[int]) -> "Prepared":
         """Some of the requests, as they were prepared together with the others. Raises InputError if there are none."""
+        indices = list(indices)
         requests = tuple(self.requests[i] for i in indices)
         if not requests:
             raise InputError("at least one request should be selected")
-        return dataclasses.replace(self, requests=requests)
+        states = self.states and tuple(self.states[i] for i in indices)
+        return dataclasses.replace(self, requests=requests, states=states)
 
     def engine(self, **settings: Any) -> Engine:
         """An engine with room for all requests. settings: see `Engine`."""
@@ -109,7 +115,7 @@ def prepare(
 
     Args:
         model: the target.
-        requests: `Request`s, or prompts as `generate` takes them; a single text or list of token ids is one prompt.
+        requests: `Request`s, or prompts or states as `generate` takes them; a single text, list of token ids or state is one prompt.
         config: the settings of all prompts; of requests, which have their own, those that `Prepared.config` reports. None: the defaults, or
             the first request's.
         key: for the draws of prompts, see `generate`; requests have their own.
@@ -126,10 +132,10 @@ def prepare(
     if isinstance(requests, Mapping):
         given = ", ".join(map(repr, requests))
         raise InputError(f"prompts should be a list, not a mapping with {given}; of what a tokenizer returns, give 'input_ids'")
-    if isinstance(requests, str | bytes) or _are_token_ids(requests):
+    if isinstance(requests, str | bytes | State) or _are_token_ids(requests):
         requests = [requests]
     found = list(requests) if isinstance(requests, Iterable) else requests
-    keyed = key is not None
+    keyed, states = key is not None, None
     if isinstance(found, list) and found and all(isinstance(request, Request) for request in found):
         keyed = True
         if key is not None:
@@ -137,6 +143,9 @@ def prepare(
         found = _checked_requests(model, found, tokenizer)
     else:
         config = config or GenerationConfig()
+        if isinstance(found, list) and any(isinstance(each, State) for each in found):
+            states = _checked_states(model, found)
+            config, found = _config_for(states[0].reader, config), [state.tokens for state in states]
         found = _requests_of(model, found, config, key, tokenizer)
     settings = dict(batch_size=batch_size, calibrate=calibrate, progress=progress, keyed=keyed)
     return completed(model, found, config=config, tokenizer=tokenizer, **settings)
@@ -178,7 +187,37 @@ def completed(
     choices = draft.chosen() if draft and draft.chosen() != given else ()
     configs = resolve.fill_draft_costs(model, configs, lengths, draft)
     settled = (dataclasses.replace(request, config=each) for request, each in zip(found, configs, strict=True))
-    return Prepared(model, config, tuple(settled), draft, tokenizer, choices, keyed)
+    return Prepared(model, config, tuple(settled), draft, tokenizer, choices, keyed, states)
+
+
+def config_of(reader: Reader, **changes: Any) -> GenerationConfig:
+    """Settings with the draft and the cache for which a reader makes states."""
+    return GenerationConfig(**reader.settings | changes)
+
+
+def _checked_states(model: Llama, found: Sequence[Any]) -> tuple[State, ...]:
+    """The states of a batch, all of which the same reader has made for rows of the same size."""
+    if not all(isinstance(each, State) for each in found):
+        raise InputError("a batch is of prompts or of states, not of both; `prefill` makes states of prompts")
+    first = found[0]
+    if first.reader.model is not model:
+        raise InputError("the state was made by another model")
+    if any(not state.reader.reads_as(first.reader) or state.room != first.room for state in found):
+        raise InputError("the states of a batch should have the same draft object, cache and room (`prefill(..., room=)`)")
+    if unread := [state for state in found if state.logits is None and not state.pending]:
+        raise InputError(f"a state that was trimmed to {len(unread[0])} tokens should be extended by at least one before it generates")
+    return tuple(found)
+
+
+def _config_for(reader: Reader, config: GenerationConfig) -> GenerationConfig:
+    """The config with the settings that states of this reader were made for. Raises InputError where it has others."""
+    own, default = reader.settings, GenerationConfig()
+    for name in OF_STATES:
+        given = getattr(config, name)
+        if given is own[name] or (not isinstance(given, Draft) and given in (getattr(default, name), own[name])):
+            continue
+        raise InputError(f"{name} {given!r:.60} should be {own[name]!r:.60}, for which the state was made, or left out")
+    return dataclasses.replace(config, **own)
 
 
 def _are_token_ids(requests: Any) -> bool:

@@ -201,15 +201,15 @@ def commit(draft: Draft | None, state: DecodeState, current: CurrentRound, propo
     block = jnp.where(column < accepted[:, None], tokens, verdict.own_token[:, None])
     count, status = status_after(block, state.tokens, state.emitted, accepted + 1, current.limits)
     count = jnp.where(running, count, 0)
+    kept_drafts = jnp.minimum(accepted, jnp.maximum(count - 1, 0))  # the last emitted token is pending
     with jax.named_scope("flush"):
-        kept = jnp.where(running, accepted + 1, 0)
-        cache, flushed = state.cache.commit(current.lengths, kept, wait_for=[verdict.own_token, *verdict.masses])
+        cache, flushed = state.cache.commit(current.lengths, count, wait_for=[verdict.own_token, *verdict.masses])
     draft_state = state.draft
     if draft is not None:
-        masses = seen_by_accepted(verdict.masses, kept)
-        put_to_target, accepted_drafts = (jnp.where(running, number, 0) for number in (proposal.eligible, accepted))
+        masses = seen_by_accepted(verdict.masses, count)
+        put_to_target = jnp.where(running, proposal.eligible, 0)
         top_tokens = verdict.logits.argmax(-1) if draft.guesses else None
-        result = RoundResult(block, count, put_to_target, accepted_drafts, flushed, masses, top_tokens)
+        result = RoundResult(block, count, put_to_target, kept_drafts, flushed, masses, top_tokens)
         draft_state = draft.commit(state.draft, result, cache)
     # Drafts after an accepted EOS count neither as drafted nor as accepted.
     drafted, accepted_drafts = jnp.where(count <= accepted, count, proposal.eligible), jnp.minimum(accepted, count)
@@ -227,7 +227,7 @@ def commit(draft: Draft | None, state: DecodeState, current: CurrentRound, propo
         state.keys,
         _written(state.tokens, block, state.emitted, running),
         state.emitted + count,
-        jnp.where(running, verdict.own_token, state.pending),
+        jnp.where(running, jnp.take_along_axis(block, jnp.maximum(count - 1, 0)[:, None], 1)[:, 0], state.pending),
         jnp.where(running, status, state.status),
         counts,
         draft_state,

@@ -14,7 +14,6 @@ from jaxtyping import Array
 from pallas_kernels.formats.views import View
 from qspec_jax.decoding import capacity, data_parallel
 from qspec_jax.decoding.generate import Row, summary
-from qspec_jax.decoding.pages import PagePool
 from qspec_jax.decoding.prefill_groups import PrefillGroups
 from qspec_jax.decoding.prepare import Prepared
 from qspec_jax.decoding.results import BatchStats, LapTimes, Result
@@ -22,6 +21,7 @@ from qspec_jax.decoding.sampling import Sampler
 from qspec_jax.decoding.state import DecodeState, freed
 from qspec_jax.decoding.waiting import Ahead, Queue
 from qspec_jax.drafts.step_bytes import bytes_of
+from qspec_jax.states.pages import PagePool
 
 ROUNDS_PER_SEGMENT = 64  # between two polls, at most
 # In tokens times layers. Between two parts of a prefill, and two prompts, the other rows have ROUNDS_BETWEEN rounds if MAX_WAIT has been

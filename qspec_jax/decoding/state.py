@@ -114,7 +114,7 @@ class DecodeState:
 
 
 def start(
-    cache: Cache,
+    cache: Cache | None,
     first: Int[Array, "B"],
     keys: Key[Array, "B"],
     limits: Limits,
@@ -128,7 +128,7 @@ def start(
     """The state after prefill.
 
     Args:
-        cache: filled with the prompts.
+        cache: filled with the prompts; None if it is put in afterwards.
         first: the first new token of each row.
         keys, limits: of each row.
         max_new_tokens: the maximum number of new tokens of a row.

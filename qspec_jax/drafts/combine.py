@@ -12,6 +12,7 @@ from typing import Self
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 from qspec_jax.caches.cache import Cache, where_rows
 from qspec_jax.drafts.draft import Draft, DraftSettings, Prompt, Proposal, Round, State, StepwiseDraft
@@ -38,6 +39,12 @@ class CombinedDraft(DraftOfTwo):
 
     def begin(self, prompt: Prompt) -> State:
         return tuple(draft.begin(_asked(prompt, draft.prompt_queries)) for draft in (self.first, self.second))
+
+    def begin_again(self, state: State, prompt: Prompt, unchanged: Int[Array, "B"]) -> State:
+        drafts = (self.first, self.second)
+        return tuple(
+            draft.begin_again(own, _asked(prompt, draft.prompt_queries), unchanged) for draft, own in zip(drafts, state, strict=True)
+        )
 
     def propose(self, state: State, cache: Cache, current: Round) -> tuple[Proposal, State, Cache]:
         one, first_state, cache = self.first.propose(state[0], cache, current)

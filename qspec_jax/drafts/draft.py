@@ -40,7 +40,9 @@ class Prompt:
         n: tokens of each prompt.
         cache: the target's, which holds the prompts.
         queries: for each layer the target's queries after RoPE of the last Q tokens of each prompt, where Q is the draft's
-            `prompt_queries`, the last token's in the last row and zeros before a prompt's first; empty if Q is 0.
+            `prompt_queries`, the last token's in the last row; empty if Q is 0.
+        num_queries: how many of the last rows of `queries` are those of tokens; the others mean nothing. None: all tokens of a prompt that
+            there are rows for.
         capacity: the maximum number of tokens of a row, the generated ones included.
         gamma: the maximum number of drafts in a round.
         width: columns of `tokens` in use: the longest prompt of this call, rounded up (`bucket`); the rest is padding. None: all.
@@ -50,9 +52,15 @@ class Prompt:
     n: Int[Array, "B"]
     cache: Cache
     queries: tuple[Float[Array, "B Q N H"], ...] = ()
+    num_queries: Int[Array, "B"] | None = dataclasses.field(default=None, kw_only=True)
     capacity: int = dataclasses.field(kw_only=True, metadata={"static": True})
     gamma: int = dataclasses.field(kw_only=True, metadata={"static": True})
     width: int | None = dataclasses.field(default=None, kw_only=True, metadata={"static": True})
+
+    def are_queries(self, count: int) -> Bool[Array, "B Q"]:
+        """Which of the last `count` rows of `queries` are queries of tokens."""
+        known = self.n if self.num_queries is None else self.num_queries
+        return jnp.arange(count) >= count - known[:, None]
 
 
 @jax.tree_util.register_dataclass
@@ -87,7 +95,7 @@ class RoundResult:
         count: emitted tokens; 0 in a row that had ended before.
         drafted: the drafts that were judged: those that the target accepted, and the first that it rejected, if there is one. A larger
             number given to the constructor, such as all that were drafted, is cut to that.
-        accepted: the drafts that the target accepted.
+        accepted: the drafts that the target accepted, and that were emitted.
         flushed: 1 where a group left the buffer.
         masses: for each layer the attention mass that each group of the cache got from the round's query tokens, of which the first is the
             pending token; 0 for queries that were rejected. Empty where the draft does not observe.
@@ -208,6 +216,16 @@ class Draft(abc.ABC):
     def begin(self, prompt: Prompt) -> State:
         """The state after prefill."""
         return ()
+
+    def begin_again(self, state: State, prompt: Prompt, unchanged: Int[Array, "B"]) -> State:
+        """The state after the target has read more tokens, none of which were drafted.
+
+        Args:
+            state: the state before.
+            prompt: the whole rows. Of the queries those of the tokens that were read last are known.
+            unchanged: the first unchanged[b] tokens of a row are those of the row whose state was given, the others are new.
+        """
+        return self.begin(prompt)
 
     @abc.abstractmethod
     def propose(self, state: State, cache: Cache, current: Round) -> tuple[Proposal, State, Cache]:

@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 
 from qspec_jax.caches.cache import Cache
 from qspec_jax.drafts.draft import Prompt, RoundResult, State
@@ -39,7 +38,7 @@ class H2ODraft(SparseDraft):
     prompt_queries = 32
 
     def begin(self, prompt: Prompt) -> State:
-        queries = jnp.minimum(prompt.n, self.prompt_queries)[:, None, None]
+        queries = prompt.are_queries(self.prompt_queries).sum(1)[:, None, None]
         return tuple(queries * mean for mean in super().begin(prompt))
 
     def commit(self, state: State, result: RoundResult, cache: Cache) -> State:

@@ -63,6 +63,11 @@ class WholeText(OwnText):
     def keep(self, model: Llama, fed: AppendedCache, count: Int[Array, "B"], most: int) -> Self:
         return WholeText(fed.rollback(longer(self.cache.lengths, count)))
 
+    def cut(self, length: Int[Array, "B"]) -> Self:
+        """The texts without what they hold after their first length[b] tokens."""
+        lengths = self.cache.lengths
+        return WholeText(self.cache.rollback(dataclasses.replace(lengths, buffered=jnp.minimum(lengths.buffered, length))))
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

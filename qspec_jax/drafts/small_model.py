@@ -130,6 +130,13 @@ class SmallModelDraft(ModelDraft):
             own = WholeText.begin(model, prompt, appended)
         return SmallModelState(History.begin(prompt), own, jnp.zeros_like(prompt.n))
 
+    def begin_again(self, state: SmallModelState, prompt: Prompt, unchanged: Int[Array, "B"]) -> SmallModelState:
+        if self.window:  # of which a pass reads all again
+            return self.begin(prompt)
+        prompt = dataclasses.replace(prompt, tokens=self.in_own_vocabulary(prompt.tokens))
+        # The model reads the new tokens when it next drafts.
+        return SmallModelState(History.begin(prompt), state.own.cut(unchanged), jnp.zeros_like(prompt.n))
+
     def propose(self, state: SmallModelState, cache: Cache, current: Round) -> tuple[Proposal, SmallModelState, Cache]:
         state = dataclasses.replace(state, history=state.history.written(0, current.pending[:, None]))
         logits, own = state.caught_up(self.in_targets_vocabulary, self.step.model, current.eligible)

@@ -81,7 +81,7 @@ def prompt_scores(prompt: Prompt, layer: int, kv_heads: int) -> Float[Array, "B 
     chunk = min(CHUNK_TOKENS, S)
     parts = jnp.arange(-(-S // chunk))
     rows = prompt.queries[layer].reshape(B, Q, K, N // K, H).transpose(0, 2, 3, 1, 4).astype(wide) * H**-0.5
-    at = prompt.n[:, None] - Q + jnp.arange(Q)  # the queries' positions, negative before a prompt's first
+    at = prompt.n[:, None] - Q + jnp.arange(Q)  # the queries' positions
 
     def logits(part: Array) -> Float[Array, "B K R Q chunk"]:
         positions = part * chunk + jnp.arange(chunk)
@@ -91,7 +91,7 @@ def prompt_scores(prompt: Prompt, layer: int, kv_heads: int) -> Float[Array, "B 
 
     def scores(part: Array) -> Float[Array, "B K chunk"]:
         weights = jnp.exp(logits(part) - total[..., None])
-        return jnp.where((at >= 0)[:, None, None, :, None], weights, 0).sum((2, 3))
+        return jnp.where(prompt.are_queries(Q)[:, None, None, :, None], weights, 0).sum((2, 3))
 
     # Twice over the keys, a chunk at a time, so that there are never the logits of all of them.
     total = jax.nn.logsumexp(lax.map(lambda part: jax.nn.logsumexp(logits(part), -1), parts), 0)

@@ -93,11 +93,10 @@ class SparseDraft(SelfSpeculativeDraft):
 
     def begin(self, prompt: Prompt) -> State:
         check_has_groups(prompt.cache, self.name)
-        B, K, C = prompt.cache.layers[0].keys.upper.shape[:3]
+        (B, K), C = prompt.cache.layers[0].buffer.keys.shape[:2], prompt.cache.groups
         # Where nothing attended to a group, the newer, the better.
         newer = jnp.broadcast_to(jnp.arange(C, dtype=jnp.float32) * TINY_MASS, (B, K, C))
-        # Rows before a prompt's first token are no queries.
-        real = jnp.arange(self.prompt_queries) >= self.prompt_queries - prompt.n[:, None]
+        real = prompt.are_queries(self.prompt_queries)
         state = []
         for i, queries in enumerate(prompt.queries):
             on_device, state = prompt.cache.with_layer_on_device(i, after=state)

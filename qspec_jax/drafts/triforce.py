@@ -53,9 +53,18 @@ class TriForceDraft(DraftOfTwo):
         return max(1, min(self.gamma1, gamma - 1))
 
     def begin(self, prompt: Prompt) -> State:
+        of_small, of_middle = self._prompts(prompt)
+        return self.small.begin(of_small), self.middle.begin(of_middle)
+
+    def begin_again(self, state: State, prompt: Prompt, unchanged: Int[Array, "B"]) -> State:
+        of_small, of_middle = self._prompts(prompt)
+        return self.small.begin_again(state[0], of_small, unchanged), self.middle.begin_again(state[1], of_middle, unchanged)
+
+    def _prompts(self, prompt: Prompt) -> tuple[Prompt, Prompt]:
+        """What the small model and the middle begin with."""
         # A block that begins with the round's last draft, or after it in a row that waits for others, extends beyond the round.
         prompt = dataclasses.replace(prompt, gamma=prompt.gamma + self.gamma1)
-        return self.small.begin(dataclasses.replace(prompt, queries=())), self.middle.begin(prompt)
+        return dataclasses.replace(prompt, queries=()), prompt
 
     def propose(self, state: State, cache: Cache, current: Round) -> tuple[Proposal, State, Cache]:
         # What the middle reads is settled once a round, so that all distributions of the round are of one and the same model.

@@ -1,0 +1,106 @@
+"""Reading more tokens onto states, by passes of the target over some tokens at a time.
+
+The result is that of one-by-one decoding in which these tokens were chosen: a pass ends where it would have flushed the cache, so every
+token reads the same codes. How the tokens are divided over passes and calls makes no difference.
+"""
+
+import dataclasses
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from qspec_jax.caches.cache import AppendedCache, Cache
+from qspec_jax.caches.queried import QueriedCache
+from qspec_jax.decoding.compiled import Compiled
+from qspec_jax.drafts.draft import Draft, Prompt
+from qspec_jax.models.viewed import ViewedModel
+from qspec_jax.states.state import Room
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LastQueriesCache(QueriedCache):
+    """A cache that keeps the queries of the last tokens.
+
+    Attributes:
+        queries: of each layer those of the last Q tokens that stayed.
+        count: how many tokens of the next pass stay.
+    """
+
+    cache: AppendedCache
+    queries: tuple[Float[Array, "B Q N H"], ...]
+    count: Int[Array, "B"]
+
+    def of_queries(self, layer: int, q: Float[Array, "B T N H"], entry: Any) -> Float[Array, "B Q N H"]:
+        before = self.queries[layer]
+        take = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, before.shape[1], 0))
+        return take(jnp.concatenate([before, q.astype(before.dtype)], 1), self.count)
+
+    def after_pass(self, left: tuple[Any, ...]) -> Self:
+        return dataclasses.replace(self, queries=left)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Extended:
+    """Rows that have read more; see `State`."""
+
+    cache: Cache
+    draft: Any
+    logits: Float[Array, "B V"]
+    queries: tuple[Float[Array, "B Q N H"], ...]
+
+
+def _extended(
+    target: ViewedModel,
+    draft: Draft | None,
+    rows: Extended,
+    num_queries: Int[Array, "B"],
+    text: Int[Array, "B S"],
+    end: Int[Array, "B"],
+    *,
+    room: Room,
+    width: int,
+) -> Extended:
+    """Rows that have read their first end[b] tokens.
+
+    Args:
+        target: the model that reads.
+        draft: it begins again at the end; None without one.
+        rows: before that; logits of a row that reads nothing stay.
+        num_queries: how many of each row's `queries` are known.
+        text: the tokens of the rows, those that were read before among them, padded on the right.
+        end: the number of tokens.
+        room: the sizes of the rows.
+        width: tokens in a pass.
+    """
+    begun = rows.cache.lengths.total
+
+    def block(carry: tuple) -> tuple:
+        cache, queries, logits = carry
+        n = cache.lengths.total
+        count = jnp.clip(jnp.minimum(end - n - 1, cache.draft_room) + 1, 0, width)
+        positions = n[:, None] + jnp.arange(width)
+        tokens = jnp.take_along_axis(text, jnp.minimum(positions, text.shape[1] - 1), 1)
+        found, after = target(tokens, positions, LastQueriesCache(cache, queries, count) if queries else cache)
+        if queries:
+            queries, after = after.queries, after.cache
+        of_last = jnp.take_along_axis(found, jnp.maximum(count - 1, 0)[:, None, None], 1)[:, 0]
+        logits = jnp.where((count > 0)[:, None], of_last, logits)
+        cache, _ = after.commit(cache.lengths, count, wait_for=[found.argmax(-1)])
+        return cache, queries, logits
+
+    unread = lax.while_loop(lambda carry: (carry[0].lengths.total < end).any(), block, (rows.cache, rows.queries, rows.logits))
+    cache, queries, logits = unread
+    state = rows.draft
+    if draft is not None:
+        known = jnp.minimum(num_queries + end - begun, draft.prompt_queries)
+        shapes = dict(capacity=room.capacity, gamma=room.gamma)
+        state = draft.begin_again(state, Prompt(text, end, cache, queries, num_queries=known, **shapes), begun)
+    return Extended(cache, state, logits, queries)
+
+
+EXTEND = Compiled(_extended, passes=True, static_argnames=("room", "width"), donate_argnames=("rows",))

@@ -1,0 +1,320 @@
+"""States of rows: made by prefill, extended by more tokens, and put together into a batch that generates."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Int, Key
+
+from qspec_jax.caches.cache import Cache, PooledCache
+from qspec_jax.decoding.adaptive import Adaptive
+from qspec_jax.decoding.compiled import rounded_up
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.engine import Engine, max_drafts
+from qspec_jax.decoding.extend import EXTEND, Extended
+from qspec_jax.decoding.limits import Limits
+from qspec_jax.decoding.prepare import OF_STATES, Prepared, config_of, prepare
+from qspec_jax.decoding.requests import check_length, checked_prompt
+from qspec_jax.decoding.sampling import Sampler
+from qspec_jax.decoding.state import DecodeState
+from qspec_jax.drafts.draft import Prompt
+from qspec_jax.errors import InputError
+from qspec_jax.models.llama import Llama
+from qspec_jax.models.prompts import bucket
+from qspec_jax.states.pages import HeldPages
+from qspec_jax.states.pool import Pool
+from qspec_jax.states.state import Reader, Room, State
+
+ROOM = 4096  # tokens for which a state has room after its prompt, unless said otherwise
+GENERATED = 1024  # of these, tokens that are generated, by which drafts with a cache of their own measure their memory
+APPENDED = 63  # the minimum number of tokens that a pass may append besides one: what is read later goes through the model 64 at a time
+
+
+def prefill(model: Llama, prompt: Any, *, config: GenerationConfig | None = None, tokenizer: Any = None, room: int | None = None) -> State:
+    """The state of a prompt that the model has read, from which generating and reading go on.
+
+    Args:
+        model: the target.
+        prompt: a text, token ids, or a conversation, as `generate` takes it.
+        config: draft, cache and number of drafts for which the state is made; its other settings have no effect here.
+        tokenizer: for a text or a conversation.
+        room: tokens that the arrays have room for after the prompt; they grow when more are read. None: `ROOM`, or what the model's
+            positions leave.
+
+    Raises:
+        InputError: as `generate` does.
+    """
+    settings = dataclasses.replace(config or GenerationConfig(), max_new_tokens=1, min_new_tokens=0, temperature=0.0)
+    prepared = prepare(model, [prompt], config=settings, tokenizer=tokenizer)
+    return _read(prepared, room)
+
+
+def _read(prepared: Prepared, room: int | None) -> State:
+    model, (request,) = prepared.model, prepared.requests
+    config, tokens = request.config, list(request.tokens)
+    cache, draft = config.cache_config, prepared.draft
+    if cache.in_host_memory or cache.guesses:
+        raise InputError(f"cache {config.cache} makes no states: its tokens are in host memory, or chosen by a guess")
+    reader = Reader(model, draft, cache, {name: getattr(config, name) for name in OF_STATES} | {"draft": prepared.config.draft})
+    sizes = room_for(reader, len(tokens), ROOM if room is None else room)
+    new = sizes.capacity - sizes.text
+    engine = Engine(model, draft, cache=cache, gamma=sizes.gamma, prompt_tokens=sizes.text, max_new_tokens=new, appended=sizes.appended)
+    found = engine.read(tokens)
+    pages, own = None, found.cache
+    if cache.pools:
+        reader = dataclasses.replace(reader, pool=Pool.of((id(model), cache, model.dtype), found.cache))
+        pages = reader.pool.reserve(reader.schedule.groups(len(tokens)))
+        own = reader.pool.put(found.cache, pages)
+    return State(
+        np.array(tokens, np.int32),
+        own,
+        found.draft,
+        found.logits,
+        found.queries,
+        None,
+        num_queries=min(found.queries[0].shape[1], len(tokens)) if found.queries else 0,
+        cached=len(tokens),
+        room=sizes,
+        reader=reader,
+        pages=pages,
+    )
+
+
+def room_for(reader: Reader, tokens: int, more: int) -> Room:
+    """The sizes of a state of `tokens` tokens that has room for more, as far as the positions of model and draft go."""
+    most = reader.model.config.max_length
+    if reader.draft is not None and reader.draft.max_length is not None:
+        most = min(most, reader.draft.max_length)
+    more = max(1, min(more, most - tokens))
+    text, gamma = bucket(tokens + more), max_drafts(reader.model, config_of(reader))
+    extra = 0 if reader.draft is None else reader.draft.extra_rows
+    return Room(text, text + bucket(min(more, GENERATED)), gamma, max(gamma + extra, APPENDED))
+
+
+def extend(state: State, prompt: Any, *, tokenizer: Any = None) -> State:
+    """The state after reading more tokens.
+
+    It is that of one-by-one decoding in which these tokens were chosen, however they are divided over calls. The draft begins again, with
+    the last tokens in view.
+
+    Args:
+        state: the state before, which stays as it is. A pending token is read first.
+        prompt: a text, to which no BOS is added, or token ids.
+        tokenizer: for a text.
+
+    Raises:
+        InputError: as `generate` does, and for more tokens than the model has positions for.
+    """
+    config = GenerationConfig(max_new_tokens=1)
+    more = checked_prompt(state.reader.model, _without_bos(prompt, tokenizer), config, name="the text")
+    tokens = np.concatenate([state.tokens, np.array(more, np.int32)])
+    check_length(state.reader.model, "the state with the text", len(tokens), 1)
+    return read_to(state, tokens, len(tokens))
+
+
+def _without_bos(prompt: Any, tokenizer: Any) -> Any:
+    if not isinstance(prompt, str):
+        return prompt
+    if tokenizer is None:
+        raise InputError("the text should be given with a tokenizer, or as token ids")
+    return tokenizer(prompt, add_special_tokens=False)["input_ids"]
+
+
+def read_to(state: State, tokens: Int[np.ndarray, "n"], cached: int) -> State:
+    """The state of tokens that begin with those of `state`. cached: how many of them to read, all or all but the last, which is pending."""
+    reader = state.reader
+    if len(tokens) > state.room.text:
+        state = with_room(state, room_for(reader, len(tokens), ROOM))
+    room = state.room
+    rows = joined([state], [cached])
+    text = np.zeros((1, room.text), np.int32)
+    text[0, : len(tokens)] = tokens
+    before = Extended(rows.lent(rows.cache), rows.draft, rows.logits, rows.queries)
+    draft = reader.draft and reader.draft.in_prefill()
+    args = reader.target, draft, before, _int32([state.num_queries]), jnp.asarray(text), _int32([cached])
+    program, _ = EXTEND.compile(*args, room=room, width=min(rounded_up(cached - state.cached), room.appended + 1))
+    found = program(*args)
+    pending = len(tokens) > cached
+    known = min(state.num_queries + cached - state.cached, found.queries[0].shape[1]) if found.queries else 0
+    return dataclasses.replace(
+        state,
+        tokens=tokens,
+        cache=_alone(rows.taken_back(found.cache)),
+        draft=found.draft,
+        logits=None if pending else found.logits,
+        queries=found.queries,
+        num_queries=known,
+        cached=cached,
+        pages=rows.pages and rows.pages[0],
+    )
+
+
+def with_room(state: State, room: Room) -> State:
+    """The state with larger arrays, in which what it holds comes first."""
+    reader, cache = state.reader, state.cache
+    if reader.pool is None:
+        cache = _put_first(jax.eval_shape(lambda: _empty(reader, room)), cache)
+    draft = state.draft
+    if reader.draft is not None:
+        draft = _put_first(jax.eval_shape(lambda: _begun(reader, room)), draft)
+    return dataclasses.replace(state, cache=cache, draft=draft, room=room)
+
+
+def _empty(reader: Reader, room: Room) -> Cache:
+    sizes = dict(batch=1, capacity=room.capacity, num_speculative_tokens=room.appended, dtype=reader.model.dtype)
+    return reader.cache.empty(reader.model.config, **sizes)
+
+
+def _begun(reader: Reader, room: Room) -> Any:
+    """The draft's state after prefill, for its shapes."""
+    model, draft = reader.model, reader.draft.in_prefill()
+    queries = jnp.zeros((1, draft.prompt_queries, model.config.num_heads, model.config.head_dim), model.dtype)
+    queries = (queries,) * model.config.num_layers if draft.prompt_queries else ()
+    text, n = jnp.zeros((1, room.text), jnp.int32), jnp.ones(1, jnp.int32)
+    return draft.begin(Prompt(text, n, _empty(reader, room), queries, capacity=room.capacity, gamma=room.gamma))
+
+
+def _put_first(shapes: Any, held: Any) -> Any:
+    """Arrays of these shapes that begin with those held, and are 0 beyond them."""
+
+    def put(shape, x):
+        return jnp.pad(x, [(0, size - own) for size, own in zip(shape.shape, x.shape, strict=True)])
+
+    return jax.tree.unflatten(jax.tree.structure(shapes), map(put, jax.tree.leaves(shapes), jax.tree.leaves(held)))
+
+
+@dataclasses.dataclass
+class Rows:
+    """States as the rows of a batch, in arrays of their own that programs may consume.
+
+    Attributes:
+        cache: without the groups that are in the pool.
+        draft, logits, queries: of the rows; logits of a row whose last token is pending mean nothing.
+        pages: those of each row, with room for more tokens; None without a pool.
+        pool: their reader's.
+    """
+
+    cache: Cache
+    draft: Any
+    logits: Array
+    queries: tuple[Array, ...]
+    pages: list[HeldPages] | None
+    pool: Pool | None
+
+    def lent(self, cache: Cache) -> Cache:
+        """The cache of the rows with the groups of the pool."""
+        return cache if self.pool is None else self.pool.lent(cache)
+
+    def taken_back(self, cache: Cache) -> Cache:
+        """The cache that a program has returned, without these groups."""
+        return cache if self.pool is None else self.pool.take_back(cache)
+
+
+def joined(states: Sequence[State], lengths: Sequence[int]) -> Rows:
+    """States as a batch whose rows have pages for `lengths` tokens."""
+    reader, room = states[0].reader, states[0].room
+    dtype = jnp.promote_types(reader.model.dtype, jnp.float32)
+    none = jnp.zeros((1, reader.model.config.vocab_size), dtype)
+    parts = [(state.cache, state.draft, none if state.logits is None else state.logits, state.queries) for state in states]
+    cache, draft, logits, queries = _concatenated(*parts)
+    pages = None
+    if (pool := reader.pool) is not None:
+        schedule = reader.schedule
+        pages = [pool.longer(state.pages, schedule.groups(length)) for state, length in zip(states, lengths, strict=True)]
+        cache = dataclasses.replace(cache, pages=pool.table(pages, schedule.groups(room.capacity)))
+    return Rows(cache, draft, logits, queries, pages, pool)
+
+
+class Continued:
+    """States while a batch of them generates.
+
+    Args:
+        states: those that are continued.
+        new: the maximum number of new tokens of a row.
+
+    Attributes:
+        states: those after the new tokens, of rows that have ended.
+    """
+
+    def __init__(self, states: Sequence[State], new: int):
+        self._before, self.states = tuple(states), [None] * len(states)
+        self._kept: DecodeState | None = None
+        needed = max(len(state) + new for state in states)
+        if needed > (room := states[0].room).capacity:
+            text = bucket(needed)
+            larger = dataclasses.replace(room, text=text, capacity=text + room.capacity - room.text)
+            self._before = tuple(with_room(state, larger) for state in states)
+        self._rows = joined(self._before, [len(state) + new for state in states])
+
+    def begin(self, engine: Engine, sampler: Sampler, keys: Key[Array, "B"], limits: Limits) -> DecodeState:
+        """The state before the first round, without the groups that are in the pool."""
+        states, rows = self._before, self._rows
+        text = np.zeros((len(states), states[0].room.capacity), np.int32)
+        for row, state in zip(text, states):
+            row[: len(state)] = state.tokens
+        n = _int32([state.cached for state in states])
+        pending = _int32([state.tokens[-1] if state.pending else -1 for state in states])
+        histories = [Adaptive.begin(1) if state.adaptive is None else state.adaptive for state in states]
+        adaptive = None if limits.draft_cost is None else _concatenated(*histories)
+        started = engine.resume(rows.logits, jnp.asarray(text), n, sampler, keys, limits, pending, adaptive)
+        return dataclasses.replace(started, cache=rows.cache, draft=rows.draft)
+
+    def lent(self, state: DecodeState) -> DecodeState:
+        """The state with the groups of the pool, for a program that may consume it."""
+        return dataclasses.replace(state, cache=self._rows.lent(state.cache))
+
+    def taken_back(self, state: DecodeState) -> DecodeState:
+        """The state that the program has returned, without these groups."""
+        return dataclasses.replace(state, cache=self._rows.taken_back(state.cache))
+
+    def keep(self, state: DecodeState) -> None:
+        """Keeps the state before a round after which text may be cut off: see `end`."""
+        self._kept = jax.tree.map(jnp.copy, state)
+
+    def end(self, state: DecodeState, b: int, new: Sequence[int]) -> None:
+        """Makes the state of a row that has ended with these new tokens.
+
+        A stop string may have cut off tokens of the last round, perhaps more than can be taken back. Then the row goes on from the state
+        that was kept before the round, and reads those that count.
+        """
+        if int(state.emitted[b]) == len(new):
+            self.states[b] = self._state(_row(state, b), b, new)
+            return
+        row = _row(self._kept, b)
+        before = self._before[b]
+        if count := int(row.emitted[0]):
+            before = self._state(row, b, new[:count])
+        tokens = np.concatenate([self._before[b].tokens, np.array(new, np.int32)])
+        self.states[b] = read_to(before, tokens, len(tokens) - 1)
+
+    def _state(self, row: DecodeState, b: int, new: Sequence[int]) -> State:
+        before, pages = self._before[b], None
+        tokens = np.concatenate([before.tokens, np.array(new, np.int32)])
+        cached = len(tokens) - 1
+        if (pool := self._rows.pool) is not None:
+            pages = pool.shorter(self._rows.pages[b], before.reader.schedule.groups(cached))
+        after = dict(cache=_alone(row.cache), draft=row.draft, adaptive=row.adaptive, pages=pages)
+        return dataclasses.replace(before, tokens=tokens, cached=cached, logits=None, num_queries=0, **after)
+
+
+def _alone(cache: Cache) -> Cache:
+    """The cache of a row without the table of its pages, which a state has on the host."""
+    return dataclasses.replace(cache, pages=None) if isinstance(cache, PooledCache) else cache
+
+
+def _int32(numbers: Sequence[int]) -> Int[Array, "B"]:
+    return jnp.array(numbers, jnp.int32)
+
+
+@jax.jit
+def _concatenated(*trees: Any) -> Any:
+    return jax.tree.map(lambda *rows: jnp.concatenate(rows), *trees)
+
+
+@jax.jit
+def _row(tree: Any, b: Array) -> Any:
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, b, 1), tree)

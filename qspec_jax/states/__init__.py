@@ -1,0 +1,1 @@
+"""What rows have read, as values that are kept, forked, extended and saved."""

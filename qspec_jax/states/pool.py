@@ -1,0 +1,110 @@
+"""The groups of states in device memory: pages that states share, in arrays that no state holds.
+
+Programs that flush consume these arrays and return them. The states of a pool therefore hold numbers of pages, and a pool the arrays.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Hashable, Sequence
+from weakref import WeakValueDictionary
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Planes
+from qspec_jax.caches.hierarchical import HierarchicalCache
+from qspec_jax.states.pages import HeldPages, PagePool
+
+Groups = tuple[tuple[Planes, Planes], ...]  # keys and values of each layer's pages
+_pools: "WeakValueDictionary[Hashable, Pool]" = WeakValueDictionary()
+
+
+class Pool:
+    """The pages of all states of one model and cache.
+
+    Args:
+        cache: one with the shapes of a layer; its rows are not kept.
+    """
+
+    def __init__(self, cache: HierarchicalCache):
+        self.pages = PagePool(1)
+        self.groups: Groups = tuple((layer.keys, layer.values) for layer in cache.pooled(1, 1).layers)
+
+    @classmethod
+    def of(cls, key: Hashable, cache: HierarchicalCache) -> "Pool":
+        """The pool with this key, which is made if no state uses it. cache: see the class."""
+        if (pool := _pools.get(key)) is None:
+            pool = _pools[key] = cls(cache)
+        return pool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated for the pages."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.groups))
+
+    def reserve(self, count: int) -> HeldPages:
+        """Pages that nothing else holds. The pool grows if it has too few."""
+        if (pages := self.pages.reserve(count)) is None:
+            self._grow(self.pages.size + max(count - self.pages.free, self.pages.size // 4))
+            pages = self.pages.reserve(count)
+        return HeldPages(self.pages, pages)
+
+    def longer(self, held: HeldPages, groups: int) -> HeldPages:
+        """The pages of a row that goes on to this number of groups: those that it has, which it now shares, and new ones."""
+        new = self.reserve(max(0, groups - len(held)))
+        return HeldPages.shared(self.pages, [*held, *new])
+
+    def shorter(self, held: HeldPages, groups: int) -> HeldPages:
+        """The first pages of a row."""
+        return HeldPages.shared(self.pages, held[:groups])
+
+    def table(self, rows: Sequence[Sequence[int]], width: int) -> Int[Array, "B C"]:
+        """The table of rows with these pages, on the device."""
+        table = np.zeros((len(rows), width), np.int32)
+        for row, pages in zip(table, rows):
+            row[: len(pages)] = pages
+        return jnp.asarray(table)
+
+    def put(self, cache: HierarchicalCache, pages: HeldPages) -> HierarchicalCache:
+        """Copies the groups of a row that shares no pool into its pages. Returns the row's cache without groups."""
+        table = self.table([pages], cache.groups)
+        rest = without_groups(cache)
+        self.groups = _written(self.groups, cache, table)
+        return rest
+
+    def lent(self, cache: HierarchicalCache) -> HierarchicalCache:
+        """A cache with the pool's arrays, which a program may consume; `take_back` has to be given the cache that it returns.
+
+        cache: rows of the pool, without groups, with their table.
+        """
+        layers = (HierarchicalLayer(*groups, layer.buffer) for groups, layer in zip(self.groups, cache.layers, strict=True))
+        return dataclasses.replace(cache, layers=tuple(layers))
+
+    def take_back(self, cache: HierarchicalCache) -> HierarchicalCache:
+        """Keeps the arrays of a cache. Returns the cache without them, but with its table."""
+        self.groups = tuple((layer.keys, layer.values) for layer in cache.layers)
+        return dataclasses.replace(without_groups(cache), pages=cache.pages)
+
+    def _grow(self, size: int) -> None:
+        # A layer at a time, so that one layer's pages are there twice.
+        grown = list(self.groups)
+        self.groups = ()
+        for i, groups in enumerate(grown):
+            grown[i] = jax.tree.map(lambda x: jnp.pad(x, ((0, size - x.shape[0]), *((0, 0),) * (x.ndim - 1))), groups)
+        self.groups = tuple(grown)
+        self.pages.grow(size)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _written(groups: Groups, row: HierarchicalCache, table: Int[Array, "1 C"]) -> Groups:
+    layers = tuple(HierarchicalLayer(*each, layer.buffer) for each, layer in zip(groups, row.layers, strict=True))
+    pooled = dataclasses.replace(row, layers=layers, pages=table).with_rows(row, jnp.zeros(1, jnp.int32), table)
+    return tuple((layer.keys, layer.values) for layer in pooled.layers)
+
+
+def without_groups(cache: HierarchicalCache) -> HierarchicalCache:
+    """The buffers and lengths of a cache."""
+    layers = (HierarchicalLayer(None, None, FullLayer(layer.buffer.keys, layer.buffer.values)) for layer in cache.layers)
+    return dataclasses.replace(cache, layers=tuple(layers), pages=None)
