@@ -26,7 +26,7 @@ from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
 from qspec_jax.states.pages import HeldPages
-from qspec_jax.states.pool import Pool
+from qspec_jax.states.pool import Pool, without_groups
 from qspec_jax.states.state import Reader, Room, State
 
 ROOM = 4096  # tokens for which a state has room after its prompt, unless said otherwise
@@ -54,19 +54,14 @@ def prefill(model: Llama, prompt: Any, *, config: GenerationConfig | None = None
 
 
 def _read(prepared: Prepared, room: int | None) -> State:
-    model, (request,) = prepared.model, prepared.requests
-    config, tokens = request.config, list(request.tokens)
-    cache, draft = config.cache_config, prepared.draft
-    if cache.in_host_memory or cache.guesses:
-        raise InputError(f"cache {config.cache} makes no states: its tokens are in host memory, or chosen by a guess")
-    reader = Reader(model, draft, cache, {name: getattr(config, name) for name in OF_STATES} | {"draft": prepared.config.draft})
+    reader, tokens = _reader(prepared), list(prepared.requests[0].tokens)
+    model, draft, cache = reader.model, reader.draft, reader.cache
     sizes = room_for(reader, len(tokens), ROOM if room is None else room)
     new = sizes.capacity - sizes.text
     engine = Engine(model, draft, cache=cache, gamma=sizes.gamma, prompt_tokens=sizes.text, max_new_tokens=new, appended=sizes.appended)
     found = engine.read(tokens)
     pages, own = None, found.cache
-    if cache.pools:
-        reader = dataclasses.replace(reader, pool=Pool.of((id(model), cache, model.dtype), found.cache))
+    if reader.pool is not None:
         pages = reader.pool.reserve(reader.schedule.groups(len(tokens)))
         own = reader.pool.put(found.cache, pages)
     return State(
@@ -82,6 +77,44 @@ def _read(prepared: Prepared, room: int | None) -> State:
         reader=reader,
         pages=pages,
     )
+
+
+def _reader(prepared: Prepared) -> Reader:
+    model, config = prepared.model, prepared.requests[0].config
+    cache = config.cache_config
+    if cache.in_host_memory or cache.guesses:
+        raise InputError(f"cache {config.cache} makes no states: its tokens are in host memory, or chosen by a guess")
+    settings = {name: getattr(config, name) for name in OF_STATES} | {"draft": prepared.config.draft}
+    reader = Reader(model, prepared.draft, cache, settings)
+    if not cache.pools:
+        return reader
+    empty = jax.eval_shape(lambda: _empty(reader, Room(0, 1, 0, APPENDED)))
+    return dataclasses.replace(reader, pool=Pool.of((id(model), cache, str(model.dtype)), empty))
+
+
+def reader_of(model: Llama, config: GenerationConfig, tokens: int) -> Reader:
+    """What reads rows of `tokens` tokens with the draft and the cache of a config."""
+    settings = dataclasses.replace(config, max_new_tokens=1, min_new_tokens=0, temperature=0.0)
+    return _reader(prepare(model, [[0] * tokens], config=settings))
+
+
+def shapes_of(reader: Reader, room: Room, groups: int) -> tuple[dict[str, Any], Any]:
+    """Shapes of the own arrays of a state, by their names in `State`, and of its groups in the pool."""
+    config, draft = reader.model.config, reader.draft
+    cache, pooled = jax.eval_shape(lambda: _empty(reader, room)), None
+    if reader.pool is not None:
+        cache = without_groups(cache)
+        pooled = jax.tree.map(lambda x: jax.ShapeDtypeStruct((groups, *x.shape[1:]), x.dtype), reader.pool.groups)
+    count = 0 if draft is None else draft.prompt_queries
+    query = jax.ShapeDtypeStruct((1, count, config.num_heads, config.head_dim), reader.model.dtype)
+    own = dict(
+        cache=cache,
+        draft=() if draft is None else jax.eval_shape(lambda: _begun(reader, room)),
+        logits=jax.ShapeDtypeStruct((1, config.vocab_size), jnp.promote_types(reader.model.dtype, jnp.float32)),
+        queries=(query,) * config.num_layers if count else (),
+        adaptive=None,
+    )
+    return own, pooled
 
 
 def room_for(reader: Reader, tokens: int, more: int) -> Room:

@@ -74,6 +74,16 @@ class Pool:
         self.groups = _written(self.groups, cache, table)
         return rest
 
+    def groups_of(self, pages: HeldPages) -> Groups:
+        """Copies of the groups in these pages, without those of other rows."""
+        at = jnp.array(pages, jnp.int32)
+        return jax.tree.map(lambda x: x[at], self.groups)
+
+    def fill(self, pages: HeldPages, groups: Groups) -> None:
+        """Writes groups, as `groups_of` returns them, into these pages."""
+        if pages:
+            self.groups = _filled(self.groups, groups, jnp.array(pages, jnp.int32))
+
     def lent(self, cache: HierarchicalCache) -> HierarchicalCache:
         """A cache with the pool's arrays, which a program may consume; `take_back` has to be given the cache that it returns.
 
@@ -102,6 +112,11 @@ def _written(groups: Groups, row: HierarchicalCache, table: Int[Array, "1 C"]) -
     layers = tuple(HierarchicalLayer(*each, layer.buffer) for each, layer in zip(groups, row.layers, strict=True))
     pooled = dataclasses.replace(row, layers=layers, pages=table).with_rows(row, jnp.zeros(1, jnp.int32), table)
     return tuple((layer.keys, layer.values) for layer in pooled.layers)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _filled(groups: Groups, new: Groups, at: Int[Array, "n"]) -> Groups:
+    return jax.tree.map(lambda x, new: x.at[at].set(new), groups, new)
 
 
 def without_groups(cache: HierarchicalCache) -> HierarchicalCache:

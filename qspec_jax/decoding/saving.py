@@ -1,0 +1,133 @@
+"""States in files: saved with what identifies model, draft and cache, and loaded for the same ones only."""
+
+import dataclasses
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qspec_jax.decoding.adaptive import Adaptive
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.reading import reader_of, shapes_of
+from qspec_jax.drafts.draft import Draft
+from qspec_jax.errors import InputError
+from qspec_jax.models.llama import Llama
+from qspec_jax.states import file
+from qspec_jax.states.fingerprint import fingerprint
+from qspec_jax.states.state import Reader, Room, State
+
+FORMAT = 1  # of the files; it changes when their content gets another meaning
+COUNTS = ("cached", "num_queries")
+# What a message calls the parts of an identity; of those that are hashed it gives no values.
+NAMES = {
+    "model": "another model",
+    "dtype": "another dtype",
+    "rope": "another RoPE",
+    "cache": "another cache",
+    "draft": "another draft",
+    "weights": "other weights",
+    "draft_weights": "other weights of the draft",
+}
+HASHED = ("weights", "draft_weights")
+TOKENS, GROUPS, OWN = "tokens", "groups", "own"  # first parts of the names of arrays
+
+
+def save(state: State, path: str | Path) -> None:
+    """Writes a state to a file, which appears whole or not at all.
+
+    Args:
+        state: the state.
+        path: of the file; one that exists is replaced.
+
+    Raises:
+        InputError: if the file cannot be written, and for a model that is divided over devices.
+    """
+    if state.reader.model.axis is not None:
+        raise InputError("a state of a model that is divided over devices cannot be saved")
+    arrays = {TOKENS: state.tokens} | _named(OWN, _own(state))
+    if state.pages is not None:
+        arrays |= _named(GROUPS, state.reader.pool.groups_of(state.pages))
+    header = _identity(state.reader) | {name: getattr(state, name) for name in COUNTS}
+    header |= {"room": dataclasses.asdict(state.room), "tokens": len(state), "known": _known(state)}
+    file.write(Path(path), header, {name: jnp.asarray(x) for name, x in arrays.items()})
+
+
+def load_state(path: str | Path, model: Llama, *, config: GenerationConfig | None = None) -> State:
+    """Reads a state from a file that `save` wrote.
+
+    Args:
+        path: of the file.
+        model: the model that the state was made by, with the same weights.
+        config: with the draft, the cache and the number of drafts that the state was made for.
+
+    Raises:
+        InputError: if the file cannot be read, is damaged or no state, and for a state of other weights, dtype, RoPE, cache or draft.
+    """
+    path = Path(path)
+    header = file.read_header(path)
+    if header.get("format") != FORMAT:
+        raise InputError(f"{path}: has version {header.get('format')} of the format of states, and this program reads version {FORMAT}")
+    reader = reader_of(model, config or GenerationConfig(), header["tokens"])
+    for name, own in _identity(reader).items():
+        if name in NAMES and header[name] != own:
+            differ = "" if name in HASHED else f" ({header[name]}, here {own})"
+            raise InputError(f"{path}: the state was made with {NAMES[name]}{differ}; give what it was made with, or read the text again")
+    room = Room(**header["room"])
+    count = 0 if reader.pool is None else reader.schedule.groups(header["cached"])
+    own, groups = shapes_of(reader, room, count)
+    own |= {name: None for name, known in header["known"].items() if not known}
+    if header["known"]["adaptive"]:
+        own["adaptive"] = jax.eval_shape(lambda: Adaptive.begin(1))
+    shapes = {TOKENS: jax.ShapeDtypeStruct((header["tokens"],), jnp.int32)} | _named(OWN, own) | _named(GROUPS, groups)
+    arrays = file.read(path, shapes)
+
+    def of(part: str, tree: Any) -> Any:
+        return jax.tree.unflatten(jax.tree.structure(tree), [arrays[name] for name in _named(part, tree)])
+
+    pages = None
+    if reader.pool is not None:
+        pages = reader.pool.reserve(count)
+        reader.pool.fill(pages, of(GROUPS, groups))
+    counts = {name: header[name] for name in COUNTS}
+    return State(np.asarray(arrays[TOKENS]), **of(OWN, own), **counts, room=room, reader=reader, pages=pages)
+
+
+def _own(state: State) -> dict[str, Any]:
+    return {name: getattr(state, name) for name in ("cache", "draft", "logits", "queries", "adaptive")}
+
+
+def _known(state: State) -> dict[str, bool]:
+    return {name: getattr(state, name) is not None for name in ("logits", "adaptive")}
+
+
+def _named(part: str, tree: Any) -> dict[str, Any]:
+    """The arrays of a tree by names that begin with `part`."""
+    return {part + jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _identity(reader: Reader) -> dict[str, Any]:
+    """What a state depends on besides its tokens."""
+    config = reader.model.config
+    return {
+        "format": FORMAT,
+        "version": version("qspec-jax"),
+        "model": f"{config.num_layers} layers of {config.hidden_size}",
+        "dtype": str(reader.model.dtype),
+        "rope": f"{config.rope}, {config.max_position_embeddings} positions",
+        "cache": f"{reader.cache}",
+        "draft": _described(reader.draft),
+        "weights": fingerprint(reader.model),
+        "draft_weights": fingerprint(reader.draft),
+    }
+
+
+def _described(draft: Draft | None) -> str:
+    """The classes and the settings of a draft and of those that it is made of."""
+    if draft is None:
+        return "none"
+    parts = {field.name: getattr(draft, field.name) for field in dataclasses.fields(draft)}
+    settings = [f"{name}={value}" for name, value in parts.items() if isinstance(value, int | float | str) or name == "settings"]
+    return f"{type(draft).__name__}({', '.join(settings + [_described(part) for part in parts.values() if isinstance(part, Draft)])})"

@@ -1,0 +1,104 @@
+"""Files of named arrays with a header: safetensors whose every byte is covered by a checksum, which is verified before anything is read.
+
+The checksum is that of the file with zeros in its own place.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from safetensors import SafetensorError, safe_open
+from safetensors.flax import save_file
+
+from qspec_jax.errors import InputError, reading, writing
+from qspec_jax.files import whole_file
+
+HEADER, CHECKSUM = "qspec_state", "sha256"
+_ZEROS = "0" * hashlib.sha256().digest_size * 2
+_PLACE = re.compile(rb'"sha256":"([0-9a-f]{64})"')
+_MAX_HEADER, _BLOCK = 100_000_000, 1 << 24  # bytes; safetensors takes no longer headers
+
+
+def write(path: Path, header: Mapping[str, Any], arrays: Mapping[str, jax.Array]) -> None:
+    """Writes a file that appears whole or not at all.
+
+    Args:
+        path: of the file, which may exist.
+        header: what JSON can express.
+        arrays: by their names.
+
+    Raises:
+        InputError: if it cannot be written.
+    """
+    metadata = {HEADER: json.dumps(header), CHECKSUM: _ZEROS}
+    with writing(path, SafetensorError), whole_file(path) as draft:
+        save_file(dict(arrays), draft, metadata)
+        digest, at = _digest(draft)
+        with draft.open("r+b") as file:
+            file.seek(at)
+            file.write(digest.encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """The header of a file. Raises InputError if it cannot be read, is no such file, or is damaged."""
+    with reading(path):
+        digest, at = _digest(path)
+        with path.open("rb") as file:
+            file.seek(at)
+            found = file.read(len(_ZEROS)).decode("ascii", "replace")
+    if digest != found:
+        raise InputError(f"{path}: is damaged, since its checksum is not that of its content; save the state again")
+    with reading(path, SafetensorError), safe_open(path, "numpy") as file:
+        return json.loads(file.metadata()[HEADER])
+
+
+def read(path: Path, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """The arrays of a file whose header was read.
+
+    Args:
+        path: of the file.
+        shapes: what it should hold.
+
+    Raises:
+        InputError: if it holds other arrays.
+    """
+    with reading(path, SafetensorError), safe_open(path, "flax") as file:
+        names = set(file.keys())
+        if names != set(shapes):
+            other = min(names ^ set(shapes))
+            raise InputError(f"{path}: {'holds' if other in names else 'lacks'} {other}, unlike a state of this model, cache and draft")
+        arrays = {}
+        for name, shape in shapes.items():
+            found = file.get_slice(name)
+            if list(found.get_shape()) != list(shape.shape):
+                raise InputError(f"{path}: {name} has shape {list(found.get_shape())}, and {list(shape.shape)} is needed")
+            arrays[name] = array = file.get_tensor(name)
+            if array.dtype != shape.dtype:
+                raise InputError(f"{path}: {name} is of {array.dtype}, and {shape.dtype} is needed")
+    return arrays
+
+
+def _digest(path: Path) -> tuple[str, int]:
+    """The checksum that a file should have, and where in it the checksum is. Raises InputError for what is no such file."""
+    no_state = f"{path}: is not a saved state"
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = file.read(8)
+        count = int.from_bytes(length, "little")
+        if len(length) < 8 or count > min(size - 8, _MAX_HEADER):
+            raise InputError(no_state)
+        header = file.read(count)
+        if not (place := _PLACE.search(header)):
+            raise InputError(no_state)
+        begin, end = place.span(1)
+        digest = hashlib.sha256(length + header[:begin] + _ZEROS.encode() + header[end:])
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest(), 8 + begin
