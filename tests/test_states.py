@@ -1,0 +1,213 @@
+"""States: what they hold is what the straight way gives, however a text was cut, and through forks and files."""
+
+import dataclasses
+import gc
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runs import random_model, random_prompts
+
+from pallas_kernels.formats.views import BOTH_PLANES
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.engine import Engine
+from qspec_jax.decoding.generate import generate, stream
+from qspec_jax.decoding.reading import APPENDED, extend, prefill
+from qspec_jax.decoding.saving import load_state, save
+from qspec_jax.drafts import make_draft
+from qspec_jax.errors import InputError
+from qspec_jax.models.viewed import ViewedModel
+
+G = 8
+CACHES = ("int8", "full", "kivi:residual=8", "h2o:heavy=8,recent=8", "streaming-llm:sinks=2,window=24")
+DRAFTS = ("quantspec", "sparse", "snapkv", "retrieval:rebuild=16", "streaming-llm", "prompt-lookup", "h2o", "chunk-means:chunk=4")
+TEXT = random_prompts([170])[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _float64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model("float64")
+
+
+def config(model, draft="none", cache="int8", **changes) -> GenerationConfig:
+    made = draft if draft == "none" else make_draft(draft, model)
+    size = G if cache.startswith(("int8", "kivi")) else None
+    return GenerationConfig(**dict(draft=made, cache=cache, group_size=size, num_speculative_tokens=3, max_new_tokens=12) | changes)
+
+
+def one_by_one(model, prompt, tokens, cache):
+    """Logits after each token, when the target is fed these tokens one at a time after a prompt, and the cache after them."""
+    target = ViewedModel(model, BOTH_PLANES)
+
+    @jax.jit
+    def step(cache, token):
+        logits, after = target(token[None, None], cache.lengths.total[:, None], cache)
+        return logits[:, 0], after.commit(cache.lengths, jnp.ones(1, jnp.int32), wait_for=[])[0]
+
+    engine = Engine(model, None, cache=cache, gamma=0, prompt_tokens=len(prompt), max_new_tokens=len(tokens))
+    held, found = engine.read(prompt).cache, []
+    for token in tokens:
+        logits, held = step(held, jnp.int32(token))
+        found.append(logits)
+    return found, held
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_extend_is_one_by_one_decoding_however_the_text_is_cut(model, cache):
+    """Around every flush, in one call and in several."""
+    start = 2 * G + 5
+    state = prefill(model, TEXT[:start], config=config(model, cache=cache), room=200)
+    new = TEXT[start : start + 3 * G]
+    found, straight = one_by_one(model, TEXT[:start], new, state.reader.cache)
+    for cuts in ([], [1], [G - 5], [G - 6, G - 5, G - 4], [2, 3, 2 * G]):
+        after = state
+        for begin, end in itertools.pairwise([0, *cuts, len(new)]):
+            after = extend(after, new[begin:end])
+            np.testing.assert_allclose(after.logits, found[end - 1], rtol=1e-12, atol=1e-12)
+        assert after.cached == len(after) == start + len(new) and not after.pending
+        assert after.cache.lengths.quantized.tolist() == straight.lengths.quantized.tolist()
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_draft_goes_on_from_a_state_whatever_its_way(model, draft):
+    """Tokens and acceptance are the same for a text that was read at once and in pieces, after a fork, and after a file."""
+    settings = config(model, draft)
+    state = prefill(model, TEXT[:60], config=settings, room=200)
+    at_once = extend(state, TEXT[60:100])
+    in_pieces = extend(extend(extend(state, TEXT[60:61]), TEXT[61:90]), TEXT[90:100])
+    first, second, third = (generate(model, each, config=settings) for each in (at_once, in_pieces, at_once.fork(2)[1]))
+    assert first.token_ids == second.token_ids == third.token_ids
+    assert first.stats.rows == second.stats.rows == third.stats.rows
+    assert len(first.states[0]) == 112 and first.states[0].pending
+    # What comes later does not depend on where generating stopped.
+    longer = generate(model, at_once, config=dataclasses.replace(settings, max_new_tokens=24))
+    assert first.token_ids[0] + generate(model, first.states[0], config=settings).token_ids[0] == longer.token_ids[0]
+
+
+def test_generating_from_a_state_is_generating_from_its_prompt(model):
+    settings = config(model, "quantspec", max_new_tokens=30, repetition_penalty=1.3, output_logprobs=True, top_logprobs=2)
+    straight = generate(model, [TEXT[:50]], config=settings)
+    state = prefill(model, TEXT[:50], config=settings)
+    found = generate(model, [state], config=dataclasses.replace(settings, draft="auto", cache=None, group_size=None))
+    assert found.token_ids == straight.token_ids
+    np.testing.assert_allclose(found.logprobs, straight.logprobs, rtol=1e-12)
+    assert found.stats.rows == straight.stats.rows
+    pieces = stream(model, state, config=settings)
+    assert [token for piece in pieces for token in piece.token_ids] == straight.token_ids[0]
+    assert pieces.generation.states[0].tokens.tolist() == TEXT[:50] + straight.token_ids[0]
+
+
+def test_rows_of_states_that_differ_in_length(model):
+    """In one batch each row is as alone; pages are shared, and come back."""
+    settings = config(model, "sparse", max_new_tokens=20)
+    short = prefill(model, TEXT[:40], config=settings, room=120)
+    states = [short, extend(short, TEXT[40:75]), extend(short, TEXT[80:83]), short]
+    together = generate(model, states, config=settings)
+    for state, tokens, stats in zip(states, together.token_ids, together.stats.rows):
+        alone = generate(model, state, config=settings)
+        assert alone.token_ids[0] == tokens and alone.stats.rows[0] == stats
+    pool = short.reader.pool
+    assert set(states[1].pages[: len(short.pages)]) == set(short.pages)
+    del together, alone, states, state
+    gc.collect()
+    assert pool.pages.reserved == len(short.pages)
+
+
+def test_eos_within_accepted_drafts_is_pending(model):
+    """The state holds what was emitted, and not the drafts after it."""
+    settings = config(model, "quantspec", max_new_tokens=40)
+    state = prefill(model, TEXT[:40], config=settings, room=120)
+    plain = generate(model, state, config=settings).token_ids[0]
+    for eos in dict.fromkeys(plain[3:12]):
+        ended = generate(model, state, config=dataclasses.replace(settings, eos_token_ids=(eos,)))
+        after, new = ended.states[0], ended.token_ids[0]
+        assert after.tokens.tolist() == TEXT[:40] + new and new[-1] == eos and after.cached == len(after) - 1
+        again = generate(model, after, config=dataclasses.replace(settings, max_new_tokens=6))
+        assert again.token_ids[0] == plain[len(new) : len(new) + 6]
+
+
+def test_trim_goes_back_within_the_buffer_only(model):
+    settings = config(model, "quantspec")
+    state = prefill(model, TEXT[:40], config=settings, room=120)
+    longer = extend(state, TEXT[40:47])
+    back = extend(longer.trim(41), TEXT[41:47])
+    np.testing.assert_array_equal(back.logits, longer.logits)
+    assert generate(model, back, config=settings).token_ids == generate(model, longer, config=settings).token_ids
+    with pytest.raises(InputError, match="should be extended by at least one"):
+        generate(model, longer.trim(41), config=settings)
+    with pytest.raises(InputError, match="has 32 of them quantized, so it can be trimmed to 40 or more, not to 39"):
+        longer.trim(39)
+    evicting = prefill(model, TEXT[:40], config=config(model, cache=CACHES[3]))
+    with pytest.raises(InputError, match="forgets tokens"):
+        evicting.trim(39)
+
+
+@pytest.mark.parametrize(
+    "draft, cache", [("sparse", "int8"), ("snapkv", "full"), ("none", "kivi"), ("none", "h2o"), ("none", "streaming-llm")]
+)
+def test_a_state_in_a_file(model, tmp_path, draft, cache):
+    """Before and after generating; what follows is the same, acceptance too."""
+    settings = config(model, draft, cache)
+    state = extend(prefill(model, TEXT[:40], config=settings, room=120), TEXT[40:70])
+    after = generate(model, state, config=settings).states[0]
+    for each in (state, after):
+        save(each, tmp_path / "state")
+        loaded = load_state(tmp_path / "state", model, config=settings)
+        assert repr(loaded) == repr(each)
+        found, expected = (generate(model, one, config=settings) for one in (loaded, each))
+        assert found.token_ids == expected.token_ids and found.stats.rows == expected.stats.rows
+
+
+def test_a_file_is_for_the_same_model_cache_and_draft(model, tmp_path):
+    settings = config(model, "quantspec")
+    save(prefill(model, TEXT[:40], config=settings, room=60), path := tmp_path / "state")
+    for other, changed, message in (
+        (random_model("float64", seed=1), settings, "other weights;"),
+        (random_model("float32"), settings, r"another dtype \(float64, here float32\)"),
+        (model, dataclasses.replace(settings, scheme="paper"), "another cache"),
+        (model, config(model, "sparse"), r"another draft \(QuantSpecDraft"),
+        (random_model("float64", rope_parameters={"rope_type": "default", "rope_theta": 7.0}), settings, "another RoPE"),
+    ):
+        with pytest.raises(InputError, match=message):
+            load_state(path, other, config=changed if other is model else dataclasses.replace(changed, draft="quantspec"))
+    content, r = path.read_bytes(), np.random.default_rng(0)
+    for i in range(200):
+        at = int(r.integers(len(content) if i % 2 else 4000))
+        changed = [content[:at], content[:at] + bytes([content[at] ^ int(r.integers(1, 256))]) + content[at + 1 :], content + b"0"][i % 3]
+        path.write_bytes(changed)
+        with pytest.raises(InputError):
+            load_state(path, model, config=settings)
+
+
+def test_states_grow_with_what_is_read(model):
+    """A state of little room is extended and goes on generating beyond it."""
+    for draft in ("sparse", "prompt-lookup", "snapkv"):
+        settings = config(model, draft, max_new_tokens=20)
+        large = extend(prefill(model, TEXT[:20], config=settings, room=900), TEXT[20:150])
+        small = prefill(model, TEXT[:20], config=settings, room=1)
+        assert small.room.text < 150 < large.room.text
+        small = extend(small, TEXT[20:150])
+        assert generate(model, small, config=settings).token_ids == generate(model, large, config=settings).token_ids
+
+
+def test_memory_is_flat(model):
+    """States that are made, forked, extended and dropped leave nothing."""
+    settings = config(model, "quantspec", max_new_tokens=3)
+    state = prefill(model, TEXT[:40], config=settings, room=60)
+    pool, sizes = state.reader.pool, set()
+    for i in range(60):
+        forks = [extend(fork, [i % 60, j]) for j, fork in enumerate(state.fork(3))]
+        generate(model, forks, config=settings)
+        if i > 10:
+            sizes.add((len(jax.live_arrays()), pool.pages.size))
+    del forks
+    assert len(sizes) == 1 and pool.pages.reserved == len(state.pages)
+    assert APPENDED + 1 == 64
