@@ -16,6 +16,7 @@ from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import generate, stream
 from qspec_jax.decoding.reading import APPENDED, extend, prefill
 from qspec_jax.decoding.saving import load_state, save
+from qspec_jax.decoding.scoring import score
 from qspec_jax.drafts import make_draft
 from qspec_jax.errors import InputError
 from qspec_jax.models.viewed import ViewedModel
@@ -211,3 +212,23 @@ def test_memory_is_flat(model):
     del forks
     assert len(sizes) == 1 and pool.pages.reserved == len(state.pages)
     assert APPENDED + 1 == 64
+
+
+@pytest.mark.parametrize("cache", ["int8", "full", "h2o:heavy=8,recent=8"])
+def test_scores_of_continuations_are_those_of_one_by_one_decoding(model, cache):
+    """Of a state without and with a pending token; each as if it were alone."""
+    settings = config(model, cache=cache, max_new_tokens=2)
+    state = prefill(model, TEXT[: 2 * G + 3], config=settings, room=200)
+    after = generate(model, state, config=settings).states[0]
+    r = np.random.default_rng(3)
+    continuations = [r.integers(0, 64, n).tolist() for n in (1, 20, 5, 1, 9, 3, 30, 2, 7, 11)]
+    for each in (state, after):
+        for ids, found in zip(continuations, score(each, continuations), strict=True):
+            logits, _ = one_by_one(model, TEXT[: 2 * G + 3], [*each.tokens[2 * G + 3 :], *ids], each.reader.cache)
+            first = state.logits if each is state else logits[1]
+            of_tokens = [first, *logits[len(each) - 2 * G - 3 :]][: len(ids)]
+            expected = [float(jax.nn.log_softmax(row)[0, token]) for row, token in zip(of_tokens, ids, strict=True)]
+            np.testing.assert_allclose(found.logprobs, expected, rtol=1e-9)
+            assert found.greedy == all(int(row.argmax()) == token for row, token in zip(of_tokens, ids))
+    with pytest.raises(InputError, match="continuation 0 is empty"):
+        score(state, [[]])

@@ -10,7 +10,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from qspec_jax.caches.cache import AppendedCache, Cache
 from qspec_jax.caches.queried import QueriedCache
@@ -64,7 +64,7 @@ def _extended(
     *,
     room: Room,
     width: int,
-) -> Extended:
+) -> tuple[Extended, tuple[Float[Array, "B S"], Bool[Array, "B S"]]]:
     """Rows that have read their first end[b] tokens.
 
     Args:
@@ -76,11 +76,15 @@ def _extended(
         end: the number of tokens.
         room: the sizes of the rows.
         width: tokens in a pass.
+
+    Returns:
+        The rows; and of each token of `text` that was read, by the logits before it, the log-probability and whether it is the most likely
+        token. Other columns are 0.
     """
     begun = rows.cache.lengths.total
 
     def block(carry: tuple) -> tuple:
-        cache, queries, logits = carry
+        cache, queries, logits, scored = carry
         n = cache.lengths.total
         count = jnp.clip(jnp.minimum(end - n - 1, cache.draft_room) + 1, 0, width)
         positions = n[:, None] + jnp.arange(width)
@@ -88,19 +92,26 @@ def _extended(
         found, after = target(tokens, positions, LastQueriesCache(cache, queries, count) if queries else cache)
         if queries:
             queries, after = after.queries, after.cache
+        # Of the token that is read first by the logits before, of the others by those of this pass.
+        before = jnp.concatenate([logits[:, None], found[:, :-1]], 1)
+        of_tokens = jnp.take_along_axis(jax.nn.log_softmax(before), tokens[..., None], 2)[..., 0], before.argmax(-1) == tokens
+        at = jnp.where(jnp.arange(width) < count[:, None], positions, text.shape[1])
+        put = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))
+        scored = tuple(put(held, at, new) for held, new in zip(scored, of_tokens, strict=True))
         of_last = jnp.take_along_axis(found, jnp.maximum(count - 1, 0)[:, None, None], 1)[:, 0]
         logits = jnp.where((count > 0)[:, None], of_last, logits)
         cache, _ = after.commit(cache.lengths, count, wait_for=[found.argmax(-1)])
-        return cache, queries, logits
+        return cache, queries, logits, scored
 
-    unread = lax.while_loop(lambda carry: (carry[0].lengths.total < end).any(), block, (rows.cache, rows.queries, rows.logits))
-    cache, queries, logits = unread
+    nothing = jnp.zeros(text.shape, rows.logits.dtype), jnp.zeros(text.shape, bool)
+    carry = rows.cache, rows.queries, rows.logits, nothing
+    cache, queries, logits, scored = lax.while_loop(lambda carry: (carry[0].lengths.total < end).any(), block, carry)
     state = rows.draft
     if draft is not None:
         known = jnp.minimum(num_queries + end - begun, draft.prompt_queries)
         shapes = dict(capacity=room.capacity, gamma=room.gamma)
         state = draft.begin_again(state, Prompt(text, end, cache, queries, num_queries=known, **shapes), begun)
-    return Extended(cache, state, logits, queries)
+    return Extended(cache, state, logits, queries), scored
 
 
 EXTEND = Compiled(_extended, passes=True, static_argnames=("room", "width"), donate_argnames=("rows",))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from qspec_jax.caches.cache import Cache, PooledCache
 from qspec_jax.decoding.adaptive import Adaptive
@@ -143,17 +143,22 @@ def extend(state: State, prompt: Any, *, tokenizer: Any = None) -> State:
         InputError: as `generate` does, and for more tokens than the model has positions for.
     """
     config = GenerationConfig(max_new_tokens=1)
-    more = checked_prompt(state.reader.model, _without_bos(prompt, tokenizer), config, name="the text")
+    more = checked_prompt(state.reader.model, continuation_ids(prompt, tokenizer), config, name="the text")
     tokens = np.concatenate([state.tokens, np.array(more, np.int32)])
     check_length(state.reader.model, "the state with the text", len(tokens), 1)
     return read_to(state, tokens, len(tokens))
 
 
-def _without_bos(prompt: Any, tokenizer: Any) -> Any:
+def continuation_ids(prompt: Any, tokenizer: Any) -> Any:
+    """A text as token ids that go on from others: without BOS, and with a blank at its beginning if it has one. Token ids as they are."""
     if not isinstance(prompt, str):
         return prompt
     if tokenizer is None:
         raise InputError("the text should be given with a tokenizer, or as token ids")
+    # Some tokenizers put a blank before a text: what comes after a token that ends a line is the text alone.
+    ids, line = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("\n" + prompt, "\n"))
+    if ids[: len(line)] == line and len(ids) > len(line):
+        return ids[len(line) :]
     return tokenizer(prompt, add_special_tokens=False)["input_ids"]
 
 
@@ -162,15 +167,7 @@ def read_to(state: State, tokens: Int[np.ndarray, "n"], cached: int) -> State:
     reader = state.reader
     if len(tokens) > state.room.text:
         state = with_room(state, room_for(reader, len(tokens), ROOM))
-    room = state.room
-    rows = joined([state], [cached])
-    text = np.zeros((1, room.text), np.int32)
-    text[0, : len(tokens)] = tokens
-    before = Extended(rows.lent(rows.cache), rows.draft, rows.logits, rows.queries)
-    draft = reader.draft and reader.draft.in_prefill()
-    args = reader.target, draft, before, _int32([state.num_queries]), jnp.asarray(text), _int32([cached])
-    program, _ = EXTEND.compile(*args, room=room, width=min(rounded_up(cached - state.cached), room.appended + 1))
-    found = program(*args)
+    rows, found, _ = read_together([state], [tokens], [cached])
     pending = len(tokens) > cached
     known = min(state.num_queries + cached - state.cached, found.queries[0].shape[1]) if found.queries else 0
     return dataclasses.replace(
@@ -184,6 +181,35 @@ def read_to(state: State, tokens: Int[np.ndarray, "n"], cached: int) -> State:
         cached=cached,
         pages=rows.pages and rows.pages[0],
     )
+
+
+def read_together(
+    states: Sequence[State], texts: Sequence[Int[np.ndarray, "n"]], cached: Sequence[int], *, draft: bool = True
+) -> tuple["Rows", Extended, tuple[Float[Array, "B S"], Bool[Array, "B S"]]]:
+    """Reads texts onto states of the same room, in one batch.
+
+    Args:
+        states: the states before.
+        texts: of each row all tokens, which begin with those of its state.
+        cached: how many of them to read.
+        draft: whether the draft begins again; else its state comes back as it is.
+
+    Returns:
+        The rows with their pages; what they have read, with the cache as a pool lent it; and what `qspec_jax.decoding.extend` says of the
+        probability of each token that was read. That of a pending one means nothing.
+    """
+    reader, room = states[0].reader, states[0].room
+    rows = joined(states, cached)
+    text = np.zeros((len(states), room.text), np.int32)
+    for row, tokens in zip(text, texts, strict=True):
+        row[: len(tokens)] = tokens
+    before = Extended(rows.lent(rows.cache), rows.draft, rows.logits, rows.queries)
+    known = _int32([state.num_queries for state in states])
+    begins = reader.draft.in_prefill() if draft and reader.draft is not None else None
+    args = reader.target, begins, before, known, jnp.asarray(text), _int32(cached)
+    longest = max(end - state.cached for end, state in zip(cached, states, strict=True))
+    program, _ = EXTEND.compile(*args, room=room, width=min(rounded_up(longest), room.appended + 1))
+    return rows, *program(*args)
 
 
 def with_room(state: State, room: Room) -> State:

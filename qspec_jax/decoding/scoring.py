@@ -1,0 +1,78 @@
+"""Log-probabilities of given tokens after a state: of one continuation, or of many of the same text."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.reading import ROOM, continuation_ids, read_together, room_for, with_room
+from qspec_jax.decoding.requests import check_length, checked_prompt
+from qspec_jax.errors import InputError
+from qspec_jax.states.state import State
+
+TOGETHER = 8  # continuations that are read in one batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """What the target says of a continuation.
+
+    Attributes:
+        token_ids: of the continuation.
+        logprobs: the log-probability of each token after the text and the tokens before it.
+        greedy: whether each token is the most likely one at its place.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    greedy: bool
+
+    @property
+    def logprob(self) -> float:
+        """The log-probability of the whole continuation."""
+        return sum(self.logprobs)
+
+
+def score(state: State, continuations: Sequence[Any], *, tokenizer: Any = None) -> list[Score]:
+    """Scores continuations of a state, each as if it were the only one. The state stays as it is.
+
+    The target reads its own cache, so with the cache int8 these are the probabilities by which it generates.
+
+    Args:
+        state: the state of the text before.
+        continuations: texts, which get no BOS, or lists of token ids; a single one is a list of one.
+        tokenizer: for texts.
+
+    Raises:
+        InputError: for an empty continuation, and as `extend` does.
+    """
+    if isinstance(continuations, str) or (len(continuations) and isinstance(continuations[0], int | np.integer)):
+        continuations = [continuations]
+    model = state.reader.model
+    if state.logits is None and not state.pending:
+        raise InputError(f"a state that was trimmed to {len(state)} tokens should be extended by at least one before it scores")
+    config = GenerationConfig(max_new_tokens=1)
+    rows = []
+    for i, continuation in enumerate(continuations):
+        ids = checked_prompt(model, continuation_ids(continuation, tokenizer), config, name=f"continuation {i}")
+        check_length(model, f"the state with continuation {i}", len(state) + len(ids), 1)
+        rows.append(ids)
+    longest = max((len(state) + len(ids) for ids in rows), default=0)
+    if longest > state.room.text:
+        state = with_room(state, room_for(state.reader, longest, ROOM))
+    by_length = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+    found: dict[int, Score] = {}
+    for first in range(0, len(rows), TOGETHER):
+        indices = by_length[first : first + TOGETHER]
+        texts = [np.concatenate([state.tokens, np.array(rows[i], np.int32)]) for i in indices]
+        # A batch of one size, so that there is one program; what fills it up reads the shortest.
+        texts += texts[:1] * (min(TOGETHER, len(rows)) - len(texts))
+        batch, after, scored = read_together([state] * len(texts), texts, list(map(len, texts)), draft=False)
+        batch.taken_back(after.cache)
+        logprobs, likely = (np.asarray(x) for x in scored)
+        for b, i in enumerate(indices):
+            own = slice(len(state), len(texts[b]))
+            found[i] = Score(rows[i], logprobs[b, own].tolist(), bool(likely[b, own].all()))
+    return [found[i] for i in range(len(rows))]
