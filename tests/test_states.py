@@ -11,10 +11,13 @@ import pytest
 from runs import random_model, random_prompts
 
 from pallas_kernels.formats.views import BOTH_PLANES
+from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import generate, stream
 from qspec_jax.decoding.reading import APPENDED, extend, prefill
+from qspec_jax.decoding.requests import Request
+from qspec_jax.decoding.sampling import prompt_keys, sample_keys
 from qspec_jax.decoding.saving import load_state, save
 from qspec_jax.decoding.scoring import score
 from qspec_jax.drafts import make_draft
@@ -232,3 +235,25 @@ def test_scores_of_continuations_are_those_of_one_by_one_decoding(model, cache):
             assert found.greedy == all(int(row.argmax()) == token for row, token in zip(of_tokens, ids))
     with pytest.raises(InputError, match="continuation 0 is empty"):
         score(state, [[]])
+
+
+@pytest.mark.parametrize("draft, cache", [("sparse", "int8"), ("none", "h2o:heavy=8,recent=8")])
+def test_samples_of_a_prompt_are_rows_that_read_it_once(model, draft, cache):
+    """Each draws for itself, its first token too, as a row alone with its key does; pages of the prompt are there once."""
+    settings = config(model, draft, cache, max_new_tokens=20, temperature=1.5, num_return_sequences=5)
+    prompts, key = [TEXT[:60], TEXT[60:100]], jax.random.key(3)
+    found = generate(model, prompts, config=settings, key=key)
+    assert len({tuple(tokens) for tokens in found.token_ids}) == 10
+    assert len({tokens[0] for tokens in found.token_ids[:5]}) > 1
+    alone = dataclasses.replace(settings, num_return_sequences=1)
+    plain = generate(model, prompts, config=alone, key=key)
+    assert [found.token_ids[0], found.token_ids[5]] == plain.token_ids
+    for prompt, row in ((0, 1), (0, 4), (1, 3)):
+        own = sample_keys(prompt_keys(key, 2)[prompt], 5)[row]
+        [result] = run_batch(model, [Request(prompts[prompt], alone, own)])
+        assert result.token_ids == found.token_ids[5 * prompt + row] and result.stats == found.stats.rows[5 * prompt + row]
+    if cache == "int8":
+        pages = [set(state.pages[:5]) for state in found.states[:5]]
+        assert all(of_row == pages[0] for of_row in pages)
+    again = generate(model, found.states[3], config=dataclasses.replace(alone, temperature=0.0))
+    assert len(again.token_ids[0]) == 20

@@ -18,7 +18,7 @@ AUTOREGRESSIVE = "autoregressive"  # what reports call decoding without a draft
 GAMMA = 4  # the default of num_speculative_tokens
 # How each field is read; None is read as the default.
 READERS: dict[str, values.Reader] = {
-    **dict.fromkeys(("max_new_tokens", "top_k", "min_new_tokens", "top_logprobs"), values.whole),
+    **dict.fromkeys(("max_new_tokens", "num_return_sequences", "top_k", "min_new_tokens", "top_logprobs"), values.whole),
     **dict.fromkeys(("num_speculative_tokens", "group_size"), values.optional(values.whole)),
     **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "min_draft_confidence"), values.number),
     **dict.fromkeys(("adaptive", "ignore_eos", "output_logprobs"), values.flag),
@@ -43,6 +43,7 @@ class GenerationConfig:
 
     Attributes:
         max_new_tokens: the maximum number of tokens generated for a prompt.
+        num_return_sequences: samples of each prompt, which is read once. Each draws with a key of its own, the first as if it were alone.
         draft: proposes tokens that the target verifies. The text NAME or NAME:SETTING=VALUE,... of one (`qspec_jax.drafts.registry`), its
             settings, or a draft that `make_draft` returned; "none" decodes one token at a time; "auto" resolves to the draft that pays by
             stored costs (`qspec_jax.decoding.resolve`), and to "none" over a cache that takes no drafts.
@@ -72,6 +73,7 @@ class GenerationConfig:
     """
 
     max_new_tokens: int = 256
+    num_return_sequences: int = 1
     draft: str | DraftSettings | Draft = AUTO
     cache: str | None = None
     num_speculative_tokens: int | None = None
@@ -114,6 +116,7 @@ class GenerationConfig:
                 object.__setattr__(self, "num_speculative_tokens", GAMMA)
         self._check_compatible(check)
         check(self.max_new_tokens >= 1, f"max_new_tokens {self.max_new_tokens} should be at least 1")
+        check(self.num_return_sequences >= 1, f"num_return_sequences {self.num_return_sequences} should be at least 1")
         gamma = self.num_speculative_tokens
         check(gamma is None or 0 <= gamma < 2**31, f"num_speculative_tokens (gamma) {gamma} should be 0 or more, and less than 2**31")
         check(0 <= self.temperature <= 1e6, f"temperature {self.temperature} should be from 0 to 1e6")

@@ -15,7 +15,7 @@ from qspec_jax.decoding import state
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.prepare import Prepared, prepare
-from qspec_jax.decoding.reading import Continued
+from qspec_jax.decoding.reading import Continued, makes_states, states_of
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.sampling import Sampler, make_sampler
 from qspec_jax.decoding.state import DecodeState, Logprobs, stopped
@@ -85,7 +85,7 @@ class Generation:
     """The result of `generate`.
 
     Attributes:
-        token_ids: the new tokens of each prompt, an EOS included, and up to the token in which a stop string was complete.
+        token_ids: the new tokens of each prompt, or of each sample of each prompt in turn, an EOS included, and up to the token in which a stop string was complete.
         text: of each prompt's new tokens, without a stop string; None without a tokenizer.
         finish_reason: "eos", "stop" or "length" for each prompt.
         stats: totals, and in `rows` the counts of each prompt.
@@ -303,10 +303,11 @@ class _Run:
         self.prompts, configs, tokenizer = prepared.prompts, prepared.configs, prepared.tokenizer
         # A stop string is looked for after every round, so that a row does not depend on how often it is updated.
         self.rounds_per_update = 1 if any(config.stop for config in configs) else rounds_per_update
+        self.max_new_tokens = max(config.max_new_tokens for config in configs)
         self.n = np.array([len(prompt) for prompt in self.prompts], np.int32)
         self.rows = [Row(request.config, tokenizer, request.tokens, follow=follow) for request in prepared.requests]
         self.engine = prepared.engine()
-        self.continued = None if prepared.states is None else Continued(prepared.states, max(config.max_new_tokens for config in configs))
+        self.prepared, self.continued = prepared, None
         self.keys = jnp.stack([request.key for request in prepared.requests])
         self.sampler, self.limits = sampler or make_sampler(*configs), make_limits(prepared.model, *configs, tokenizer=tokenizer)
 
@@ -338,8 +339,9 @@ class _Run:
             self.decode_s += time.perf_counter() - began
 
     def _prefilled(self) -> tuple[DecodeState, float]:
-        if self.continued:
+        if self.prepared.states or (self.prepared.samples > 1 and makes_states(self.prepared)):
             began = time.perf_counter()
+            self.continued = Continued(self.prepared.states or states_of(self.prepared), self.max_new_tokens)
             state = self.continued.begin(self.engine, self.sampler, self.keys, self.limits)
             return jax.block_until_ready(state), time.perf_counter() - began
         begin = self.engine.prepare_prefill(self.engine.prefill_of(self.prompts, self.sampler, self.keys, self.limits))

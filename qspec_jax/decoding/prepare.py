@@ -21,7 +21,7 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.requests import Request, check_draft_room, check_settings, checked_prompt, checked_prompts, with_tokenizer
-from qspec_jax.decoding.sampling import prompt_keys
+from qspec_jax.decoding.sampling import prompt_keys, sample_keys
 from qspec_jax.drafts.draft import Draft, check_made_for
 from qspec_jax.drafts.registry import AUTO, make_draft
 from qspec_jax.errors import InputError, warn_once
@@ -46,6 +46,7 @@ class Prepared:
         draft: None where none of them drafts.
         tokenizer: of the texts; None if there is none.
         choices: what the draft's open settings (`skip=auto`) became, as texts.
+        samples: rows of each prompt, which follow one another.
         keyed: whether the keys of the draws were given; without one, prompts have the keys of seed 0, and nothing may be drawn.
         states: of each request, where states are continued; else None.
     """
@@ -56,6 +57,7 @@ class Prepared:
     draft: Draft | None
     tokenizer: Any = None
     choices: tuple[str, ...] = ()
+    samples: int = 1
     keyed: bool = True
     states: tuple[State, ...] | None = None
 
@@ -135,7 +137,7 @@ def prepare(
     if isinstance(requests, str | bytes | State) or _are_token_ids(requests):
         requests = [requests]
     found = list(requests) if isinstance(requests, Iterable) else requests
-    keyed, states = key is not None, None
+    keyed, states, samples = key is not None, None, 1
     if isinstance(found, list) and found and all(isinstance(request, Request) for request in found):
         keyed = True
         if key is not None:
@@ -147,8 +149,12 @@ def prepare(
             states = _checked_states(model, found)
             config, found = _config_for(states[0].reader, config), [state.tokens for state in states]
         found = _requests_of(model, found, config, key, tokenizer)
+        if (samples := config.num_return_sequences) > 1:
+            found = [dataclasses.replace(request, key=own) for request in found for own in sample_keys(request.key, samples)]
+            states = states and tuple(state for state in states for _ in range(samples))
     settings = dict(batch_size=batch_size, calibrate=calibrate, progress=progress, keyed=keyed)
-    return completed(model, found, config=config, tokenizer=tokenizer, **settings)
+    prepared = completed(model, found, config=config, tokenizer=tokenizer, **settings)
+    return dataclasses.replace(prepared, samples=samples, states=states)
 
 
 def completed(
@@ -187,7 +193,7 @@ def completed(
     choices = draft.chosen() if draft and draft.chosen() != given else ()
     configs = resolve.fill_draft_costs(model, configs, lengths, draft)
     settled = (dataclasses.replace(request, config=each) for request, each in zip(found, configs, strict=True))
-    return Prepared(model, config, tuple(settled), draft, tokenizer, choices, keyed, states)
+    return Prepared(model, config, tuple(settled), draft, tokenizer, choices, keyed=keyed)
 
 
 def config_of(reader: Reader, **changes: Any) -> GenerationConfig:
@@ -261,6 +267,8 @@ def _checked_requests(model: Llama, requests: Sequence[Request], tokenizer: Any)
     checked = []
     for i, request in enumerate(requests):
         check_settings(model, request.config, tokenizer)
+        if request.config.num_return_sequences > 1:
+            raise InputError("num_return_sequences is for `generate`; in a batch, give a request for each sample")
         tokens = checked_prompt(model, request.tokens, request.config, tokenizer, name=f"prompt {i}")
         checked.append(dataclasses.replace(request, tokens=tokens))
     return checked

@@ -48,18 +48,38 @@ def prefill(model: Llama, prompt: Any, *, config: GenerationConfig | None = None
     Raises:
         InputError: as `generate` does.
     """
-    settings = dataclasses.replace(config or GenerationConfig(), max_new_tokens=1, min_new_tokens=0, temperature=0.0)
-    prepared = prepare(model, [prompt], config=settings, tokenizer=tokenizer)
-    return _read(prepared, room)
+    prepared = prepare(model, [prompt], config=_greedy(config or GenerationConfig()), tokenizer=tokenizer)
+    reader, tokens = _reader(prepared), prepared.prompts[0]
+    return _read(reader, tokens, room_for(reader, len(tokens), ROOM if room is None else room))
 
 
-def _read(prepared: Prepared, room: int | None) -> State:
-    reader, tokens = _reader(prepared), list(prepared.requests[0].tokens)
-    model, draft, cache = reader.model, reader.draft, reader.cache
-    sizes = room_for(reader, len(tokens), ROOM if room is None else room)
-    new = sizes.capacity - sizes.text
-    engine = Engine(model, draft, cache=cache, gamma=sizes.gamma, prompt_tokens=sizes.text, max_new_tokens=new, appended=sizes.appended)
-    found = engine.read(tokens)
+def makes_states(prepared: Prepared) -> bool:
+    """Whether the cache of these requests makes states."""
+    cache = prepared.configs[0].cache_config
+    return not (cache.in_host_memory or cache.guesses)
+
+
+def states_of(prepared: Prepared) -> list[State]:
+    """The states of prompts with room for their new tokens, one for each sample; each prompt is read once."""
+    reader, samples = _reader(prepared), prepared.samples
+    room = room_for(reader, prepared.longest_prompt, max(config.max_new_tokens for config in prepared.configs))
+    prompts = prepared.prompts[::samples]
+    return [state for tokens in prompts for state in _read(reader, tokens, room).fork(samples)]
+
+
+def reader_of(model: Llama, config: GenerationConfig, tokens: int) -> Reader:
+    """What reads rows of `tokens` tokens with the draft and the cache of a config."""
+    return _reader(prepare(model, [[0] * tokens], config=_greedy(config)))
+
+
+def _greedy(config: GenerationConfig) -> GenerationConfig:
+    """The config with the least that can be generated, and without draws."""
+    return dataclasses.replace(config, max_new_tokens=1, min_new_tokens=0, temperature=0.0, num_return_sequences=1)
+
+
+def _read(reader: Reader, tokens: Sequence[int], room: Room) -> State:
+    sizes = dict(gamma=room.gamma, prompt_tokens=room.text, max_new_tokens=room.capacity - room.text, appended=room.appended)
+    found = Engine(reader.model, reader.draft, cache=reader.cache, **sizes).read(tokens)
     pages, own = None, found.cache
     if reader.pool is not None:
         pages = reader.pool.reserve(reader.schedule.groups(len(tokens)))
@@ -73,7 +93,7 @@ def _read(prepared: Prepared, room: int | None) -> State:
         None,
         num_queries=min(found.queries[0].shape[1], len(tokens)) if found.queries else 0,
         cached=len(tokens),
-        room=sizes,
+        room=room,
         reader=reader,
         pages=pages,
     )
@@ -82,7 +102,7 @@ def _read(prepared: Prepared, room: int | None) -> State:
 def _reader(prepared: Prepared) -> Reader:
     model, config = prepared.model, prepared.requests[0].config
     cache = config.cache_config
-    if cache.in_host_memory or cache.guesses:
+    if not makes_states(prepared):
         raise InputError(f"cache {config.cache} makes no states: its tokens are in host memory, or chosen by a guess")
     settings = {name: getattr(config, name) for name in OF_STATES} | {"draft": prepared.config.draft}
     reader = Reader(model, prepared.draft, cache, settings)
@@ -90,12 +110,6 @@ def _reader(prepared: Prepared) -> Reader:
         return reader
     empty = jax.eval_shape(lambda: _empty(reader, Room(0, 1, 0, APPENDED)))
     return dataclasses.replace(reader, pool=Pool.of((id(model), cache, str(model.dtype)), empty))
-
-
-def reader_of(model: Llama, config: GenerationConfig, tokens: int) -> Reader:
-    """What reads rows of `tokens` tokens with the draft and the cache of a config."""
-    settings = dataclasses.replace(config, max_new_tokens=1, min_new_tokens=0, temperature=0.0)
-    return _reader(prepare(model, [[0] * tokens], config=settings))
 
 
 def shapes_of(reader: Reader, room: Room, groups: int) -> tuple[dict[str, Any], Any]:

@@ -16,12 +16,19 @@ from qspec_jax.decoding.keys import IMPLEMENTATION, as_threefry
 from qspec_jax.errors import InputError
 
 DRAFT, ACCEPT, TARGET = range(3)  # purposes of a draw
+SAMPLES = 0x7FFFFFFE  # folded into the key of a prompt's samples after the first; larger than any position
 
 
 def prompt_keys(key: Key[Array, ""], prompts: int) -> Key[Array, "B"]:
     """A threefry key for each prompt index. Raises InputError as `as_threefry`."""
     key = as_threefry(key)
     return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(prompts))
+
+
+def sample_keys(key: Key[Array, ""], samples: int) -> list[Key[Array, ""]]:
+    """The keys of samples of a prompt, of which the first has the prompt's own."""
+    of_samples = jax.random.fold_in(key, SAMPLES)
+    return [key, *(jax.random.fold_in(of_samples, i) for i in range(1, samples))]
 
 
 def draw_keys(keys: Key[Array, "B"], positions: Int[Array, "*B"], purpose: int) -> Key[Array, "*B"]:
