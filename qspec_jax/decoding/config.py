@@ -43,7 +43,7 @@ class GenerationConfig:
 
     Attributes:
         max_new_tokens: the maximum number of tokens generated for a prompt.
-        num_return_sequences: samples of each prompt, which is read once. Each draws with a key of its own, the first as if it were alone.
+        num_return_sequences: samples of each prompt, which is read once. Each draws with its own key, the first as if it were alone.
         draft: proposes tokens that the target verifies. The text NAME or NAME:SETTING=VALUE,... of one (`qspec_jax.drafts.registry`), its
             settings, or a draft that `make_draft` returned; "none" decodes one token at a time; "auto" resolves to the draft that pays by
             stored costs (`qspec_jax.decoding.resolve`), and to "none" over a cache that takes no drafts.

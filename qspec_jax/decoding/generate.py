@@ -85,7 +85,8 @@ class Generation:
     """The result of `generate`.
 
     Attributes:
-        token_ids: the new tokens of each prompt, or of each sample of each prompt in turn, an EOS included, and up to the token in which a stop string was complete.
+        token_ids: the new tokens of each prompt, or of each sample of each prompt in turn, an EOS included, and up to the token in which a
+            stop string was complete.
         text: of each prompt's new tokens, without a stop string; None without a tokenizer.
         finish_reason: "eos", "stop" or "length" for each prompt.
         stats: totals, and in `rows` the counts of each prompt.
@@ -341,7 +342,7 @@ class _Run:
     def _prefilled(self) -> tuple[DecodeState, float]:
         if self.prepared.states or (self.prepared.samples > 1 and makes_states(self.prepared)):
             began = time.perf_counter()
-            self.continued = Continued(self.prepared.states or states_of(self.prepared), self.max_new_tokens)
+            self.continued = Continued(self.prepared.states or states_of(self.prepared), self.prompts, self.max_new_tokens)
             state = self.continued.begin(self.engine, self.sampler, self.keys, self.limits)
             return jax.block_until_ready(state), time.perf_counter() - began
         begin = self.engine.prepare_prefill(self.engine.prefill_of(self.prompts, self.sampler, self.keys, self.limits))

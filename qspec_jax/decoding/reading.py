@@ -181,49 +181,9 @@ def read_to(state: State, tokens: Int[np.ndarray, "n"], cached: int) -> State:
     reader = state.reader
     if len(tokens) > state.room.text:
         state = with_room(state, room_for(reader, len(tokens), ROOM))
-    rows, found, _ = read_together([state], [tokens], [cached])
-    pending = len(tokens) > cached
-    known = min(state.num_queries + cached - state.cached, found.queries[0].shape[1]) if found.queries else 0
-    return dataclasses.replace(
-        state,
-        tokens=tokens,
-        cache=_alone(rows.taken_back(found.cache)),
-        draft=found.draft,
-        logits=None if pending else found.logits,
-        queries=found.queries,
-        num_queries=known,
-        cached=cached,
-        pages=rows.pages and rows.pages[0],
-    )
-
-
-def read_together(
-    states: Sequence[State], texts: Sequence[Int[np.ndarray, "n"]], cached: Sequence[int], *, draft: bool = True
-) -> tuple["Rows", Extended, tuple[Float[Array, "B S"], Bool[Array, "B S"]]]:
-    """Reads texts onto states of the same room, in one batch.
-
-    Args:
-        states: the states before.
-        texts: of each row all tokens, which begin with those of its state.
-        cached: how many of them to read.
-        draft: whether the draft begins again; else its state comes back as it is.
-
-    Returns:
-        The rows with their pages; what they have read, with the cache as a pool lent it; and what `qspec_jax.decoding.extend` says of the
-        probability of each token that was read. That of a pending one means nothing.
-    """
-    reader, room = states[0].reader, states[0].room
-    rows = joined(states, cached)
-    text = np.zeros((len(states), room.text), np.int32)
-    for row, tokens in zip(text, texts, strict=True):
-        row[: len(tokens)] = tokens
-    before = Extended(rows.lent(rows.cache), rows.draft, rows.logits, rows.queries)
-    known = _int32([state.num_queries for state in states])
-    begins = reader.draft.in_prefill() if draft and reader.draft is not None else None
-    args = reader.target, begins, before, known, jnp.asarray(text), _int32(cached)
-    longest = max(end - state.cached for end, state in zip(cached, states, strict=True))
-    program, _ = EXTEND.compile(*args, room=room, width=min(rounded_up(longest), room.appended + 1))
-    return rows, *program(*args)
+    rows = joined([state], [cached])
+    rows.read([state], [tokens], [cached])
+    return rows.state(0, state, tokens, cached)
 
 
 def with_room(state: State, room: Room) -> State:
@@ -265,26 +225,77 @@ class Rows:
     """States as the rows of a batch, in arrays of their own that programs may consume.
 
     Attributes:
+        reader, room: of all states.
         cache: without the groups that are in the pool.
-        draft, logits, queries: of the rows; logits of a row whose last token is pending mean nothing.
+        draft: the draft's state.
+        logits: after the last cached token; of a row whose last token is pending they mean nothing.
+        queries, num_queries: see `State`.
         pages: those of each row, with room for more tokens; None without a pool.
-        pool: their reader's.
     """
 
+    reader: Reader
+    room: Room
     cache: Cache
     draft: Any
-    logits: Array
-    queries: tuple[Array, ...]
+    logits: Float[Array, "B V"]
+    queries: tuple[Float[Array, "B Q N H"], ...]
+    num_queries: list[int]
     pages: list[HeldPages] | None
-    pool: Pool | None
 
     def lent(self, cache: Cache) -> Cache:
         """The cache of the rows with the groups of the pool."""
-        return cache if self.pool is None else self.pool.lent(cache)
+        return cache if self.reader.pool is None else self.reader.pool.lent(cache)
 
     def taken_back(self, cache: Cache) -> Cache:
         """The cache that a program has returned, without these groups."""
-        return cache if self.pool is None else self.pool.take_back(cache)
+        return cache if self.reader.pool is None else self.reader.pool.take_back(cache)
+
+    def read(
+        self, states: Sequence[State], texts: Sequence[Sequence[int]], cached: Sequence[int], *, draft: bool = True
+    ) -> tuple[Float[Array, "B S"], Bool[Array, "B S"]]:
+        """Reads texts in all rows.
+
+        Args:
+            states: those that the rows are made of.
+            texts: of each row all tokens, which begin with those of its state.
+            cached: how many of them to read.
+            draft: whether the draft begins again; else its state stays as it is.
+
+        Returns:
+            What `qspec_jax.decoding.extend` says of the probability of each token that was read. That of a pending one means nothing.
+        """
+        reader = self.reader
+        text = np.zeros((len(states), self.room.text), np.int32)
+        for row, tokens in zip(text, texts, strict=True):
+            row[: len(tokens)] = tokens
+        begins = reader.draft.in_prefill() if draft and reader.draft is not None else None
+        before = Extended(self.lent(self.cache), self.draft, self.logits, self.queries)
+        args = reader.target, begins, before, _int32(self.num_queries), jnp.asarray(text), _int32(cached)
+        new = [end - state.cached for end, state in zip(cached, states, strict=True)]
+        program, _ = EXTEND.compile(*args, room=self.room, width=min(rounded_up(max(new)), self.room.appended + 1))
+        found, scored = program(*args)
+        self.cache, self.draft, self.logits, self.queries = self.taken_back(found.cache), found.draft, found.logits, found.queries
+        if self.queries:
+            self.num_queries = [min(known + more, self.queries[0].shape[1]) for known, more in zip(self.num_queries, new, strict=True)]
+        return scored
+
+    def state(self, b: int, before: State, tokens: Int[np.ndarray, "n"], cached: int) -> State:
+        """The state of a row that has read `cached` of these tokens. before: the state that the row was made of."""
+        cache, draft, logits, queries = _row((self.cache, self.draft, self.logits, self.queries), b)
+        pages = None
+        if self.pages is not None:
+            pages = self.reader.pool.shorter(self.pages[b], self.reader.schedule.groups(cached))
+        return dataclasses.replace(
+            before,
+            tokens=tokens,
+            cache=_alone(cache),
+            draft=draft,
+            logits=None if len(tokens) > cached else logits,
+            queries=queries,
+            num_queries=self.num_queries[b],
+            cached=cached,
+            pages=pages,
+        )
 
 
 def joined(states: Sequence[State], lengths: Sequence[int]) -> Rows:
@@ -299,7 +310,7 @@ def joined(states: Sequence[State], lengths: Sequence[int]) -> Rows:
         schedule = reader.schedule
         pages = [pool.longer(state.pages, schedule.groups(length)) for state, length in zip(states, lengths, strict=True)]
         cache = dataclasses.replace(cache, pages=pool.table(pages, schedule.groups(room.capacity)))
-    return Rows(cache, draft, logits, queries, pages, pool)
+    return Rows(reader, room, cache, draft, logits, queries, [state.num_queries for state in states], pages)
 
 
 class Continued:
@@ -307,33 +318,38 @@ class Continued:
 
     Args:
         states: those that are continued.
+        texts: of each row all tokens of its prompt, which begin with those of the state.
         new: the maximum number of new tokens of a row.
 
     Attributes:
         states: those after the new tokens, of rows that have ended.
     """
 
-    def __init__(self, states: Sequence[State], new: int):
-        self._before, self.states = tuple(states), [None] * len(states)
-        self._kept: DecodeState | None = None
-        needed = max(len(state) + new for state in states)
-        if needed > (room := states[0].room).capacity:
-            text = bucket(needed)
+    def __init__(self, states: Sequence[State], texts: Sequence[Sequence[int]], new: int):
+        room, longest = states[0].room, max(map(len, texts))
+        if longest > room.text or longest + new > room.capacity:
+            text = bucket(longest + new)
             larger = dataclasses.replace(room, text=text, capacity=text + room.capacity - room.text)
-            self._before = tuple(with_room(state, larger) for state in states)
-        self._rows = joined(self._before, [len(state) + new for state in states])
+            grown = {id(state): with_room(state, larger) for state in states}
+            states = [grown[id(state)] for state in states]
+        self._before, self._texts, self.states = tuple(states), texts, [None] * len(states)
+        self._kept: DecodeState | None = None
+        self._rows = joined(self._before, [len(text) + new for text in texts])
 
     def begin(self, engine: Engine, sampler: Sampler, keys: Key[Array, "B"], limits: Limits) -> DecodeState:
         """The state before the first round, without the groups that are in the pool."""
         states, rows = self._before, self._rows
-        text = np.zeros((len(states), states[0].room.capacity), np.int32)
-        for row, state in zip(text, states):
-            row[: len(state)] = state.tokens
-        n = _int32([state.cached for state in states])
-        pending = _int32([state.tokens[-1] if state.pending else -1 for state in states])
+        pending = [len(text) == len(state) and state.pending for state, text in zip(states, self._texts, strict=True)]
+        cached = [len(text) - waits for text, waits in zip(self._texts, pending, strict=True)]
+        if any(end > state.cached for end, state in zip(cached, states, strict=True)):
+            rows.read(states, self._texts, cached)
+        text = np.zeros((len(states), rows.room.capacity), np.int32)
+        for row, tokens in zip(text, self._texts, strict=True):
+            row[: len(tokens)] = tokens
+        waiting = _int32([tokens[-1] if waits else -1 for tokens, waits in zip(self._texts, pending, strict=True)])
         histories = [Adaptive.begin(1) if state.adaptive is None else state.adaptive for state in states]
         adaptive = None if limits.draft_cost is None else _concatenated(*histories)
-        started = engine.resume(rows.logits, jnp.asarray(text), n, sampler, keys, limits, pending, adaptive)
+        started = engine.resume(rows.logits, jnp.asarray(text), _int32(cached), sampler, keys, limits, waiting, adaptive)
         return dataclasses.replace(started, cache=rows.cache, draft=rows.draft)
 
     def lent(self, state: DecodeState) -> DecodeState:
@@ -361,14 +377,14 @@ class Continued:
         before = self._before[b]
         if count := int(row.emitted[0]):
             before = self._state(row, b, new[:count])
-        tokens = np.concatenate([self._before[b].tokens, np.array(new, np.int32)])
+        tokens = np.array([*self._texts[b], *new], np.int32)
         self.states[b] = read_to(before, tokens, len(tokens) - 1)
 
     def _state(self, row: DecodeState, b: int, new: Sequence[int]) -> State:
         before, pages = self._before[b], None
-        tokens = np.concatenate([before.tokens, np.array(new, np.int32)])
+        tokens = np.array([*self._texts[b], *new], np.int32)
         cached = len(tokens) - 1
-        if (pool := self._rows.pool) is not None:
+        if (pool := before.reader.pool) is not None:
             pages = pool.shorter(self._rows.pages[b], before.reader.schedule.groups(cached))
         after = dict(cache=_alone(row.cache), draft=row.draft, adaptive=row.adaptive, pages=pages)
         return dataclasses.replace(before, tokens=tokens, cached=cached, logits=None, num_queries=0, **after)

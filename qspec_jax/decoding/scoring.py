@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.reading import ROOM, continuation_ids, read_together, room_for, with_room
+from qspec_jax.decoding.reading import ROOM, continuation_ids, joined, room_for, with_room
 from qspec_jax.decoding.requests import check_length, checked_prompt
 from qspec_jax.errors import InputError
 from qspec_jax.states.state import State
@@ -69,9 +69,8 @@ def score(state: State, continuations: Sequence[Any], *, tokenizer: Any = None) 
         texts = [np.concatenate([state.tokens, np.array(rows[i], np.int32)]) for i in indices]
         # A batch of one size, so that there is one program; what fills it up reads the shortest.
         texts += texts[:1] * (min(TOGETHER, len(rows)) - len(texts))
-        batch, after, scored = read_together([state] * len(texts), texts, list(map(len, texts)), draft=False)
-        batch.taken_back(after.cache)
-        logprobs, likely = (np.asarray(x) for x in scored)
+        states, ends = [state] * len(texts), list(map(len, texts))
+        logprobs, likely = (np.asarray(x) for x in joined(states, ends).read(states, texts, ends, draft=False))
         for b, i in enumerate(indices):
             own = slice(len(state), len(texts[b]))
             found[i] = Score(rows[i], logprobs[b, own].tolist(), bool(likely[b, own].all()))
