@@ -257,3 +257,28 @@ def test_samples_of_a_prompt_are_rows_that_read_it_once(model, draft, cache):
         assert all(of_row == pages[0] for of_row in pages)
     again = generate(model, found.states[3], config=dataclasses.replace(alone, temperature=0.0))
     assert len(again.token_ids[0]) == 20
+
+
+@pytest.mark.parametrize("draft, cache", [("sparse", "int8"), ("snapkv", "full")])
+def test_requests_that_share_a_prefix(model, draft, cache):
+    """Neither neighbours nor order, batch size or what shares the prefix change a result; each prefix is read once."""
+    settings = config(model, draft, cache, temperature=0.8, ignore_eos=True)
+    first, second, r = TEXT[:60], TEXT[60:90], np.random.default_rng(5)
+    keys, requests = prompt_keys(jax.random.key(1), 9), []
+    for i in range(9):
+        prefix = (first, second, [])[i % 3]
+        rest = r.integers(0, 64, 4 + 3 * (i % 4)).tolist() if i != 3 else []
+        changed = dataclasses.replace(settings, max_new_tokens=5 + i, output_logprobs=i == 4)
+        requests.append(Request([*prefix, *(rest or TEXT[:9] * (not prefix))], changed, keys[i], prefix=len(prefix)))
+    expected = [dataclasses.replace(result, index=i) for i, one in enumerate(requests) for result in run_batch(model, [one])]
+    assert [len(result.token_ids) for result in expected] == [5 + i for i in range(9)] and expected[4].logprobs
+    for size, order in ((2, range(9)), (8, r.permutation(9)), (None, range(9))):
+        run = run_batch(model, [requests[i] for i in order], batch_size=size)
+        found = {int(order[result.index]): result for result in run}
+        np.testing.assert_allclose(found[4].logprobs, expected[4].logprobs, rtol=1e-12)
+        bare = lambda result, i: dataclasses.replace(result, index=i, logprobs=None, top_logprobs=None)
+        assert [bare(found[i], i) for i in range(9)] == [bare(result, i) for i, result in enumerate(expected)] and run.stats.prompts == 9
+    straight = extend(prefill(model, first, config=settings), requests[0].tokens[60:])
+    alone = generate(model, straight, config=dataclasses.replace(requests[0].config, temperature=0.0))
+    greedy = dataclasses.replace(requests[0], config=dataclasses.replace(requests[0].config, temperature=0.0))
+    assert next(iter(run_batch(model, [greedy]))).token_ids == alone.token_ids[0]

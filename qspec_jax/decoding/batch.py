@@ -18,10 +18,24 @@ from qspec_jax.decoding.prepare import ROWS_OF_AUTO, Prepared, prepare
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.results import BatchStats, Result
 from qspec_jax.decoding.sampling import Sampler, make_sampler
+from qspec_jax.decoding.shared import run_shared
 from qspec_jax.decoding.slots import Slots
 from qspec_jax.decoding.waiting import Queue
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
+
+
+def _with_shared(prepared: Prepared, rows: int | None, stats: BatchStats, settings: dict[str, Any]) -> Generator[Result, None, None]:
+    """The requests that name a prefix, and then the others."""
+    yield from run_shared(prepared, rows or SHARED_ROWS, settings["strategy"], stats)
+    plain = [index for index, request in enumerate(prepared.requests) if not request.prefix]
+    if plain:
+        others = Slots(prepared.select(plain), Queue(len(plain)), rows and min(rows, len(plain)), stats=stats, **settings)
+        for result in others.run():
+            yield dataclasses.replace(result, index=plain[result.index])
+
+
+SHARED_ROWS = 32  # rows at a time of requests that share a prefix, where no number is given
 
 
 class BatchRun:
@@ -87,7 +101,12 @@ def run_batch(
     stats, waiting, count = BatchStats(), Queue(len(prepared.requests)), len(prepared.requests)
     rows = batch_size and min(batch_size, count)
     settings = dict(refill=refill, strategy=strategy, view=view)
-    if devices is None or (len(devices) == 1 and data_parallel.is_at((model, prepared.draft), devices[0])):
+    alone = devices is None or (len(devices) == 1 and data_parallel.is_at((model, prepared.draft), devices[0]))
+    if any(request.prefix for request in prepared.requests):
+        if not alone:
+            raise InputError("requests with a prefix are decoded on one device; leave devices out, or the prefixes")
+        return BatchRun(_with_shared(prepared, rows, stats, settings), stats)
+    if alone:
         return BatchRun(Slots(prepared, waiting, rows, stats=stats, **settings).run(), stats)
     share = math.ceil(count / len(devices))
     rows = rows and min(rows, share)

@@ -166,7 +166,7 @@ def generate(
     """
     _check_sampler(sampler, key, prompts)
     rounds = rounds_per_update if on_tokens else state.UNLIMITED
-    run = _Run(_prepared(model, prompts, config, key, tokenizer), sampler, rounds)
+    run = Run(_prepared(model, prompts, config, key, tokenizer), sampler, rounds)
     for update in run.updates():
         if on_tokens:
             on_tokens([new for new, _ in update])
@@ -195,7 +195,7 @@ def _check_sampler(sampler: Sampler | None, key: Key[Array, ""] | None, prompts:
 class Stream:
     """The continuation of one prompt while it is generated: iterate over its pieces. After the last one, `generation` has the result."""
 
-    def __init__(self, run: "_Run"):
+    def __init__(self, run: "Run"):
         self.generation: Generation | None = None
         self._pieces = self._run(run)
 
@@ -209,7 +209,7 @@ class Stream:
         """Ends it early. Nothing runs between two pieces; what it holds on the device is freed."""
         self._pieces.close()
 
-    def _run(self, run: "_Run") -> Iterator[Piece]:
+    def _run(self, run: "Run") -> Iterator[Piece]:
         before = np.zeros(3, int)
         for new in run.updates():
             now = np.array([count[0] for count in (run.counts.drafted, run.counts.accepted, run.counts.flushes)])
@@ -237,7 +237,7 @@ def stream(
     prepared = _prepared(model, prompt if isinstance(prompt, Prepared) else [prompt], config, key, tokenizer)
     if len(prepared.requests) > 1:
         raise InputError(f"stream continues one prompt, and {len(prepared.requests)} are prepared")
-    return Stream(_Run(prepared, sampler, rounds_per_update, follow=True))
+    return Stream(Run(prepared, sampler, rounds_per_update, follow=True))
 
 
 class Row:
@@ -295,7 +295,7 @@ class Row:
         return all.tokens.tolist(), [list(zip(*pair)) for pair in pairs]
 
 
-class _Run:
+class Run:
     """One batch, from prepared prompts to a `Generation`."""
 
     def __init__(self, prepared: Prepared, sampler: Sampler | None, rounds_per_update: int, *, follow: bool = False):

@@ -67,6 +67,14 @@ def states_of(prepared: Prepared) -> list[State]:
     return [state for tokens in prompts for state in _read(reader, tokens, room).fork(samples)]
 
 
+def state_of_prefix(prepared: Prepared) -> State:
+    """The state of the prefix that these requests have in common, with room for the longest of them."""
+    reader = _reader(prepared)
+    new = max(len(request.tokens) + request.config.max_new_tokens for request in prepared.requests) - prepared.longest_prompt
+    first = prepared.requests[0]
+    return _read(reader, first.tokens[: first.prefix], room_for(reader, prepared.longest_prompt, new))
+
+
 def reader_of(model: Llama, config: GenerationConfig, tokens: int) -> Reader:
     """What reads rows of `tokens` tokens with the draft and the cache of a config."""
     return _reader(prepare(model, [[0] * tokens], config=_greedy(config)))

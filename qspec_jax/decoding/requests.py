@@ -29,6 +29,8 @@ class Request:
         tokens: token ids of the prompt.
         config: what to generate and how.
         key: of the row's random draws; a key of any of JAX's generators becomes one of threefry.
+        prefix: how many of the tokens are a prefix, which is read once for all requests of a batch that begin with it; 0: none. The other
+            tokens are read after it, as `extend` reads them, so the same tokens with another prefix may give other results.
 
     Raises:
         InputError: for a value that is no key.
@@ -37,6 +39,7 @@ class Request:
     tokens: Sequence[int]
     config: GenerationConfig
     key: Key[Array, ""]
+    prefix: int = 0
 
     def __post_init__(self):
         object.__setattr__(self, "key", as_threefry(self.key))

@@ -1,0 +1,70 @@
+"""Requests that share what they begin with: a prefix that several have is read once, and its pages are there once."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Generator, Sequence
+
+import jax
+
+from qspec_jax.decoding import state
+from qspec_jax.decoding.generate import Run
+from qspec_jax.decoding.prepare import Prepared
+from qspec_jax.decoding.reading import state_of_prefix
+from qspec_jax.decoding.results import BatchStats, Result
+from qspec_jax.decoding.sampling import Sampler
+
+
+def by_prefix(prepared: Prepared) -> list[list[int]]:
+    """The indices of requests that name a prefix, those with the same together, in the order in which prefixes first come."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, request in enumerate(prepared.requests):
+        if request.prefix:
+            groups.setdefault(tuple(request.tokens[: request.prefix]), []).append(index)
+    return list(groups.values())
+
+
+def run_shared(prepared: Prepared, batch: int, strategy: Callable[..., Sampler], stats: BatchStats) -> Generator[Result, None, None]:
+    """Continues the requests that name a prefix, those with the same one after another, so that no prefix is read twice.
+
+    What a request gives depends on its own prefix, prompt, settings and key alone: it reads its prefix by prefill, and then the rest.
+
+    Args:
+        prepared: all requests of the batch; those without a prefix are left out.
+        batch: the maximum of rows at a time.
+        strategy: makes a sampler of configs.
+        stats: the totals, which grow.
+    """
+    for group in by_prefix(prepared):
+        of_group = prepared.select(group)
+        began = time.perf_counter()
+        prefix = jax.block_until_ready(state_of_prefix(of_group))
+        stats.prefill_s += time.perf_counter() - began
+        for first in range(0, len(group), batch):
+            indices = group[first : first + batch]
+            rows = dataclasses.replace(prepared.select(indices), states=tuple(prefix.fork(len(indices))))
+            yield from _results(rows, indices, strategy, stats)
+
+
+def _results(prepared: Prepared, indices: Sequence[int], strategy: Callable[..., Sampler], stats: BatchStats) -> list[Result]:
+    run = Run(prepared, strategy(*prepared.configs), state.UNLIMITED)
+    for _ in run.updates():
+        pass
+    done = run.generation()
+    found = done.stats
+    stats.prompts += len(indices)
+    stats.new_tokens += found.new_tokens
+    stats.num_draft_tokens += found.num_draft_tokens
+    stats.num_accepted_draft_tokens += found.num_accepted_draft_tokens
+    stats.compile_s += found.compile_s
+    stats.prefill_s += found.prefill_s
+    stats.decode_s += found.decode_s
+    rounds = [sum(row.acceptance_histogram) or row.new_tokens - 1 for row in found.rows]
+    stats.rounds += max(rounds)
+    stats.slot_rounds += max(rounds) * len(rounds)
+    stats.busy_rounds += sum(rounds)
+    texts, nothing = done.text or [None] * len(indices), [None] * len(indices)
+    columns = (indices, done.token_ids, texts, done.finish_reason, found.rows, done.logprobs or nothing, done.top_logprobs or nothing)
+    return [
+        Result(*row[:5], *(row[5:] if config.logprobs is not None else (None, None)))
+        for row, config in zip(zip(*columns, strict=True), prepared.configs, strict=True)
+    ]
