@@ -11,10 +11,14 @@ if TYPE_CHECKING:  # the same as `_MODULES`, for type checkers
     from qspec_jax.decoding.config import GenerationConfig
     from qspec_jax.decoding.generate import Generation, Piece, Stats, Stream, generate, stream
     from qspec_jax.decoding.prepare import Prepared, prepare
+    from qspec_jax.decoding.reading import extend, prefill
     from qspec_jax.decoding.requests import Request
+    from qspec_jax.decoding.saving import load_state, save_state
+    from qspec_jax.decoding.scoring import Score, score
     from qspec_jax.drafts.registry import make_draft
     from qspec_jax.errors import InputError
     from qspec_jax.models.config import LlamaConfig
+    from qspec_jax.states.state import State
 
 _MODULES = {
     "qspec_jax.caches.registry": ("CacheConfig",),
@@ -22,7 +26,11 @@ _MODULES = {
     "qspec_jax.decoding.config": ("GenerationConfig",),
     "qspec_jax.decoding.batch": ("run_batch",),
     "qspec_jax.decoding.prepare": ("Prepared", "prepare"),
+    "qspec_jax.decoding.reading": ("extend", "prefill"),
     "qspec_jax.decoding.requests": ("Request",),
+    "qspec_jax.decoding.saving": ("load_state", "save_state"),
+    "qspec_jax.decoding.scoring": ("Score", "score"),
+    "qspec_jax.states.state": ("State",),
     "qspec_jax.drafts.registry": ("make_draft",),
     "qspec_jax.decoding.generate": ("Generation", "Piece", "Stats", "Stream", "generate", "stream"),
     "qspec_jax.errors": ("InputError",),
@@ -37,13 +45,20 @@ __all__ = [
     "Piece",
     "Prepared",
     "Request",
+    "Score",
+    "State",
     "Stats",
     "Stream",
+    "extend",
     "generate",
     "load",
+    "load_state",
     "make_draft",
+    "prefill",
     "prepare",
     "run_batch",
+    "save_state",
+    "score",
     "stream",
 ]
 

@@ -36,6 +36,7 @@ FLOORS = [
     "caches",
     "checkpoints",
     "drafts",
+    "states",
     "planning",
     "decoding",
     "evaluate",
@@ -227,6 +228,14 @@ def test_the_readmes_python_runs(directory, capsys):
     names = {}
     exec(compile(code.replace(EMBEDDED, str(directory)), "README.md", "exec"), names)  # a model of one layer, which compiles faster
     assert names["out"].text[0] in capsys.readouterr().out
+
+
+def test_the_code_of_the_page_on_states_runs(directory, tmp_path, monkeypatch):
+    (code,) = blocks(ROOT / "docs" / "states.md", "python")
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(compile(code.replace(EMBEDDED, str(directory)), "states.md", "exec"), names)
+    assert len(names["again"]) == len(names["after"]) == len(names["first"]) + 16
 
 
 def test_the_python_pages_code_runs(directory):

@@ -35,7 +35,7 @@ HASHED = ("weights", "draft_weights")
 TOKENS, GROUPS, OWN = "tokens", "groups", "own"  # first parts of the names of arrays
 
 
-def save(state: State, path: str | Path) -> None:
+def save_state(state: State, path: str | Path) -> None:
     """Writes a state to a file, which appears whole or not at all.
 
     Args:
@@ -56,7 +56,7 @@ def save(state: State, path: str | Path) -> None:
 
 
 def load_state(path: str | Path, model: Llama, *, config: GenerationConfig | None = None) -> State:
-    """Reads a state from a file that `save` wrote.
+    """Reads a state from a file that `save_state` wrote.
 
     Args:
         path: of the file.
