@@ -259,7 +259,7 @@ def test_plans_fit(shape, rows):
         ({1: jnp.zeros((2, 256), jnp.bfloat16)}, "as many rows attended"),
         ({2: random_weight(512, 256, 0)}, "as wide as x, 256, not 512"),
         ({3: jnp.zeros(512, jnp.bfloat16)}, "as wide as x, 256, not 512"),
-        ({0: jnp.zeros((9, 256), jnp.bfloat16), 1: jnp.zeros((9, 256), jnp.bfloat16)}, "no place for the activations of 9 rows"),
+        ({0: jnp.zeros((9, 256), jnp.bfloat16), 1: jnp.zeros((9, 256), jnp.bfloat16)}, "supports up to 8 rows of activations, not 9"),
         ({4: jnp.zeros((256, 256), jnp.bfloat16)}, "all weights in INT4"),
         ({8: [jnp.zeros((512, 256), jnp.bfloat16)]}, "all weights in INT4"),
         ({6: Int8Weight(jnp.zeros((256, 256), jnp.int8), jnp.zeros(256, jnp.bfloat16))}, "all weights in INT4"),

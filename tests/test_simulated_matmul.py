@@ -149,7 +149,7 @@ def test_nibbles_as_bfloat16_are_rounded_once():
 @pytest.mark.parametrize(
     ("module", "function", "caller"),
     [
-        (ptx, "synchronize", "arrive_once_all_have"),  # before a slot is handed over
+        (ptx, "synchronize", "arrive_for_warp"),  # before a slot is handed over
         (ptx, "synchronize", "one_tile"),  # before sums take the place of the ring
         (ptx, "wait_for_arrivals", "step"),  # functions of that name in all kinds of warps
         (ptx, "wait_for_arrivals", "some"),
@@ -230,7 +230,7 @@ def test_int8_matmul_of_a_row_depends_on_no_other(cluster):
 @pytest.mark.parametrize(
     ("function", "caller"),
     [
-        ("synchronize", "arrive_once_all_have"),  # before a slot of either ring is given back or handed over
+        ("synchronize", "arrive_for_warp"),  # before a slot of either ring is given back or handed over
         ("wait_for_arrivals", "one_pass"),  # functions of that name in the producer and in the math warps
         ("wait_for_arrivals", "one_tile"),  # and in the math and epilogue warps
         ("wait_for_arrivals", "emit_block"),  # until activations are there

@@ -21,7 +21,7 @@ from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.registry import parse_draft
 from qspec_jax.drafts.step_bytes import step_bytes
 from qspec_jax.errors import InputError
-from qspec_jax.models.skipping import NO_LAYERS, GatedModel, Skipped, SkippingModel
+from qspec_jax.models.skipping import NO_LAYERS, MaskedSkippingModel, Skipped, SkippingModel
 
 LAYERS, G = 4, 8
 CONFIG = GenerationConfig(draft="quantspec", group_size=G, ignore_eos=True)
@@ -58,7 +58,7 @@ def test_a_pass_is_that_of_a_model_in_which_the_halves_add_nothing(model, text):
             np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-9)
     np.testing.assert_array_equal(left.lengths.total, fed.lengths.total)
     keep = np.array([[i not in skipped.attention, i not in skipped.mlp] for i in range(LAYERS)])
-    gated, _ = GatedModel(model, BOTH_PLANES, jnp.asarray(keep))(tokens, positions, cache)
+    gated, _ = MaskedSkippingModel(model, BOTH_PLANES, jnp.asarray(keep))(tokens, positions, cache)
     with pytest.raises(ValueError, match="cannot be used as target"):
         SkippingModel(model, BOTH_PLANES, skipped).observed(tokens, positions, cache)
     np.testing.assert_allclose(gated, expected, rtol=1e-9, atol=1e-9)

@@ -272,14 +272,14 @@ def test_what_cannot_be_saved_leaves_nothing(tmp_path, monkeypatch):
     path = tmp_path / "state.safetensors"
     path.write_bytes(b"before")
     monkeypatch.setattr(training, "save_file", fail)
-    with pytest.raises(InputError, match="no space left"), benchmark_model._written(tmp_path):
+    with pytest.raises(InputError, match="no space left"), benchmark_model._write_errors(tmp_path):
         begun().save(path)
     assert [file.name for file in tmp_path.iterdir()] == [path.name] and path.read_bytes() == b"before"
 
 
 def test_another_model_is_not_overwritten(tmp_path):
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(InputError, match=f"--output {tmp_path}: holds a model"):
+    with pytest.raises(InputError, match=f"--output {tmp_path}: holds a checkpoint"):
         benchmark_model.run(tmp_path, minutes=0, segment_minutes=1, steps=1, smoke=True, progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"] and (tmp_path / "config.json").read_text() == "{}"
 

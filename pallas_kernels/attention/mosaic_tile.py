@@ -65,7 +65,7 @@ class Tile(SoftmaxTile):
 
     def _normalized(self, scale: list) -> tuple:
         """A power of two that brings the scales of a row of lanes to a common size, and its inverse: NaN if one of the scales is."""
-        largest = fragments.all_columns(numerics.largest_positive([x for word in scale for half in word for x in half]), ptx.maximum)
+        largest = fragments.all_columns(numerics.largest_positive_bits([x for word in scale for half in word for x in half]), ptx.maximum)
         factor, inverse = numerics.powers_of_two(ptx.as_float(largest), SIZE, MIN_SIZE)
         # In float16 a NaN would be lost.
         return factor, numerics.fma(ptx.as_float(largest), ptx.f32(0.0), inverse)

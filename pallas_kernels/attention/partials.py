@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-MIN_LOG_SHARE = -120  # to base 2: shares below count as this one, of which a sum is still a number in float32
+MIN_LOG_SHARE = -120  # log2 of the least share; smaller ones are raised to it, so that float32 does not underflow
 MAX_OUTPUTS = 64 * 128  # rows times channels of a program; another program, which reads the cache again, takes more rows
 
 
@@ -41,25 +41,27 @@ def log_total(top: Float[Array, "BK splits R"], total: Float[Array, "BK splits R
 
 
 def log_shares(
-    logits: Float[Array, "B K S N"],
-    replaced_logits: Float[Array, "B K n N"],
-    everything: Float[Array, "BK R"],
+    logits: Float[Array, "B K S h"],
+    replaced_logits: Float[Array, "B K n h"],
+    log_totals: Float[Array, "BK R"],
     quantized: Int[Array, "B"],
     positions: Int[Array, "B K n"],
 ) -> Float[Array, "B K S"]:
-    """The logarithms of the shares of `reference.attend_replaced`, of at least 2^MIN_LOG_SHARE for each of the last token's N query heads.
+    """The natural logarithm of each token's share of the last token's attention, summed over the query heads of a KV head.
+
+    Each head's share is raised to at least 2^MIN_LOG_SHARE first (`reference.attend_replaced`).
 
     Logits are read once. With a logsumexp, which looks for the largest first, XLA would read them twice.
 
     Args:
-        logits: with the tokens in codes; to base 2, as all others.
+        logits: of the h query heads of each KV head, with the tokens in codes; to base 2, as all others.
         replaced_logits: with the replaced tokens.
-        everything: `log_total`, whose last N query rows are the last token's.
+        log_totals: results of `log_total`, of R query rows, of which the last h are the last token's.
         quantized: of a row, the number of its tokens in codes.
         positions: of the replaced tokens; -1: none.
     """
     B, K, S, N = logits.shape
-    whole = everything.reshape(B, K, 1, -1)[..., -N:]
+    whole = log_totals.reshape(B, K, 1, -1)[..., -N:]
 
     def share(logits: Array) -> Array:
         return jnp.log(jnp.exp2(jnp.maximum(logits - whole, MIN_LOG_SHARE)).sum(-1))

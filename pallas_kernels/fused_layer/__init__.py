@@ -30,19 +30,19 @@ def between_attentions(
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows out"], Array | None]:
     """Output projection, residual connection, norm, gated MLP, residual connection, and the next layer's norm and projections.
 
-    On a GPU, the reference, a composition of kernels, does what the kernel does not support.
+    Where the fused kernel does not support the arguments, the reference runs, which on a GPU calls the separate matmul and norm kernels.
 
     Args:
         x: the residual stream.
         attended: the output of attention.
         o, gate, up, down: weights [out, in] in any format.
-        norm: of RMSNorm, before the MLP.
-        following_norm: the next layer's; None after the last layer.
-        following: the weights of the next layer's projections; empty after the last layer.
+        norm: RMSNorm's weight [D], before the MLP.
+        following_norm: the next layer's; None for the last layer.
+        following: the weights of the next layer's projections; empty for the last layer.
         handoff: the buffer that the call for the layer before returned, which saves this one a launch; None before the first. Only the
-            kernel knows what it holds.
+            kernel knows what it holds. It is consumed: no other call may be given it. The reference returns what it was given.
         eps: of both norms.
-        biases: of those of the projections "o", "gate", "up" and "down" that have one; `following` get none here.
+        biases: bias vectors by projection: "o", "gate", "up", "down". Those of `following` are the caller's to add.
         axis: of the mesh over whose devices the heads and the columns of the MLP are divided, within `jax.shard_map`. The results of `o`
             and `down` on a device are then partial sums; the sums are the same on all devices. None: nothing is divided.
 

@@ -60,7 +60,9 @@ def unsupported(args: LayerArguments) -> str | None:
     if others := {a.dtype.name for a in norms} - {"bfloat16"}:
         return f"needs norms in bfloat16, not {', '.join(sorted(others))}"
     pieces = rows * math.ceil(width / (NUMBERS * 32 * MATH_WARPS))
-    if rows > MAX_ROWS or pieces > MAX_PIECES or plan_for(rows, o, gate, down, following, eps, count).slots < MIN_SLOTS:
+    if rows > MAX_ROWS:
+        return f"supports up to {MAX_ROWS} rows of activations, not {rows}"
+    if pieces > MAX_PIECES or plan_for(rows, o, gate, down, following, eps, count).slots < MIN_SLOTS:
         return f"has no place for the activations of {rows} rows beside weights"
     return None
 
@@ -73,7 +75,7 @@ def num_devices_of(axis: str | None) -> int:
 def plan_for(
     rows: int, o: Int4Weight, gate: Int4Weight, down: Int4Weight, following: Sequence[Int4Weight], eps: float, num_devices: int = 1
 ) -> Plan:
-    """The four stages of a layer for this number of rows, or three after the last layer, which has none following."""
+    """The four stages of a layer for this number of rows, or three for the last layer, which has none following."""
     several = num_devices > 1
     stages = [
         Stage(o.codes.shape[1], o.shape[:1], partial=several),
@@ -102,13 +104,16 @@ def between_attentions(args: LayerArguments) -> tuple[Float[Array, "*rows D"], F
 
 
 def _table(plan: Plan, axis: str) -> UInt32[Array, "devices_and_1 2"]:
-    """What `mosaic_exchange.Exchange` has to know of the devices: this one's number, and where their memory is."""
+    """What `mosaic_exchange.Exchange` has to know of the devices.
+
+    Row 0 is (this device's index, 0); row 1 + d has the lower and the upper half of device d's address.
+    """
     number = jnp.stack([lax.axis_index(axis).astype(jnp.uint32), jnp.uint32(0)])
     return jnp.concatenate([number[None], jnp.asarray(exchange.addresses(devices(), plan.exchange_words, COUNTER_WORDS))])
 
 
 def empty_handoff(plan: Plan) -> Array:
-    """A fresh handoff buffer: the counter of tickets is 0, and all other words are ABSENT."""
+    """A fresh handoff buffer: the first COUNTER_WORDS words are 0, of which word 0 counts tickets, and the others ABSENT."""
     from pallas_kernels.gpu.ptx import ABSENT
 
     # Not a constant, which would be as large in the program and copied each time.

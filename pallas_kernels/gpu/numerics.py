@@ -49,7 +49,7 @@ def multiply_bf16(a: Value, b: Value) -> Value:
 
 
 def times_power(x: Value, power: int) -> Value:
-    """A pair of bfloat16 times 2^power, of -126 to 127."""
+    """A pair of bfloat16 times 2^power, with power from -126 to 127."""
     return multiply_bf16(x, ptx.i32(((power + 127) << 7) * 0x00010001))
 
 
@@ -63,8 +63,8 @@ def largest(pairs: Sequence[Value]) -> Value:
     return ptx.maximum(*bf16_entries(functools.reduce(lambda a, b: ptx.pure("max.bf16x2 $0, $1, $2;", a, b), pairs)))
 
 
-def largest_positive(pairs: Sequence[Value]) -> Value:
-    """The largest entry of pairs of bfloat16, all of which are 0 or more, as the bits of a float32; a NaN counts as larger than all."""
+def largest_positive_bits(pairs: Sequence[Value]) -> Value:
+    """The largest entry of pairs of bfloat16, all with sign bit 0, as the bits of a float32; a NaN counts as larger than all."""
     both = functools.reduce(lambda a, b: ptx.pure("max.u16x2 $0, $1, $2;", a, b), pairs)
     return ptx.maximum((both << 16) & 0x7FFFFFFF, both & 0x7FFF0000)
 
@@ -97,12 +97,12 @@ def unpack(upper: Value, lower: Value | None, masks: tuple[Value, Value]) -> tup
     return tuple((expand(x, "0x4240"), expand(x, "0x4341")) for x in (low, high))
 
 
-NIBBLES_DIVISOR = 2.0**32  # of `nibbles_to_bf16`
+NIBBLES_DIVISOR = 2.0**32  # the results of `nibbles_to_bf16` are this many times too small
 
 
 def nibble_factors(scale: Value, zero_point: Value) -> tuple[Value, Value, Value]:
-    """What `nibbles_to_bf16` needs of a scale and a zero, each duplicated in both halves of a pair of bfloat16: two factors, for low and
-    for high nibbles, and the zero. Scales must be below 2^26."""
+    """What `nibbles_to_bf16` needs of a scale and a zero, each duplicated in both halves of a pair of bfloat16: scale * 2^101 for low
+    nibbles, scale * 2^97 for high ones, and zero / NIBBLES_DIVISOR. Scales must be below 2^26."""
     return tuple(times_power(x, power) for x, power in ((scale, 133 - 32), (scale, 129 - 32), (zero_point, -32)))
 
 
@@ -121,11 +121,11 @@ def nibbles_to_bf16(x: Value, factors: tuple[Value, Value, Value]) -> tuple[tupl
     return tuple(tuple(take(x, mask, factor) for x in both) for mask, factor in ((0x000F000F, low), (0x00F000F0, high)))
 
 
-CODES_DIVISOR = 64.0  # of `codes_to_bf16`
+INT8_DIVISOR = 64.0  # the results of `int8_to_bf16` are this many times too small
 
 
-def codes_to_bf16(x: Value) -> tuple[Value, Value]:
-    """Four signed bytes divided by CODES_DIVISOR, exactly, as two pairs of bfloat16 in their order (docs/kernels/formats.md)."""
+def int8_to_bf16(x: Value) -> tuple[Value, Value]:
+    """Four signed bytes divided by INT8_DIVISOR, exactly, as two pairs of bfloat16 in their order (docs/kernels/formats.md)."""
     unsigned, factor, offset = x ^ 0x80808080, ptx.i32(0x7F007F00), ptx.i32(0xC000C000)  # pairs of 2^127 and of -2
 
     def expand(order):
@@ -156,7 +156,7 @@ def fma(a: Value, b: Value, c: Value) -> Value:
 
 
 def dot(tiles: Sequence[Sequence[Value]], weights: Sequence[Sequence[Value]], column: int, start: Value) -> Value:
-    """start + the sum over tiles t and rows r of t[column + 2 r] * weights[t][r]: one of this lane's two columns of accumulator tiles."""
+    """start + the sum over t and r of tiles[t][column + 2 r] * weights[t][r], for one of this lane's two columns of accumulator tiles."""
     for tile, rows in zip(tiles, weights):
         for x, weight in zip(tile[column::2], rows):
             start = fma(x, weight, start)
@@ -204,14 +204,15 @@ def log2(x: Value) -> Value:
 
 
 def positive_to_float16(x: Value, bias: Value) -> Value:
-    """Positive pairs of bfloat16 as float16, times a power of two: `bias` has, at the bits of both exponents, what is subtracted from them.
+    """Positive pairs of bfloat16 as float16, times a power of two. bias: in both halves, the exponent to subtract, shifted left by 7.
 
-    The result must be below 2^16; what would be below 2^-14 loses its digits. A NaN becomes some number.
+    The result must be below 2^16; results below 2^-14 are wrong: some number from 0 to 2^-14. A NaN becomes some number.
     """
     return (ptx.pure("max.u16x2 $0, $1, $2;", x, bias) - bias) << 3
 
 
 def powers_of_two(x: Value, exponent: int, least: int) -> tuple[Value, Value]:
-    """The power of two p, at most 2^(exponent - least), with 2^exponent <= p x < 2^(exponent + 1), and 1 / p; a smaller x stays smaller."""
+    """The power of two p, at most 2^(exponent - least), with 2^exponent <= p x < 2^(exponent + 1), and 1 / p. x is
+    more than 0; for one below 2^least p is the largest there is, so that p x is below 2^exponent."""
     biased = ptx.maximum(ptx.as_bits(x) >> 23, ptx.i32(127 + least))
     return ptx.as_float((ptx.i32(254 + exponent) - biased) << 23), ptx.as_float((biased - exponent) << 23)

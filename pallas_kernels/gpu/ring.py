@@ -7,14 +7,18 @@ class Ring:
     """Slots in shared memory that some warps fill and others empty, one after the other.
 
     first: the address of slot 0. size: bytes of a slot. arrivals: the address of their mbarriers, two of 8 bytes for each slot: those that
-    say that a slot is filled, then those that say that it is emptied. Who empties begins with parity 0, who fills with 1.
+    say that a slot is filled, then those that say that it is emptied. The parity to begin with is 0 for those that empty, and 1 for those
+    that fill, whose first wait for each slot returns at once.
     """
 
     def __init__(self, slots: int, first, size: int, arrivals):
         self.slots, self.first, self.size, self.arrivals = slots, first, size, arrivals
 
     def start(self, fillers: int, emptiers: int) -> None:
-        """Makes the barriers of all slots. fillers, emptiers: how many arrivals fill a slot, and how many empty it."""
+        """Makes the barriers of all slots. One thread calls it; the block is synchronized before anyone uses the ring.
+
+        fillers, emptiers: how many arrivals fill a slot, and how many empty it.
+        """
         for slot in range(self.slots):
             ptx.arrivals_init(self.filled(ptx.i32(slot)), fillers)
             ptx.arrivals_init(self.emptied(ptx.i32(slot)), emptiers)
@@ -42,8 +46,8 @@ class Ring:
         return ptx.select(last, ptx.i32(0), slot + 1), ptx.select(last, parity ^ 1, parity)
 
 
-def arrive_once_all_have(arrival, lane) -> None:
-    """Arrives for the warp, once all its lanes are here."""
+def arrive_for_warp(arrival, lane) -> None:
+    """Waits for all lanes of the warp; then lane 0 arrives at the barrier whose address is `arrival`."""
     ptx.synchronize(None, 1)
     with ptx.when(lane == 0):
         ptx.arrive(arrival)

@@ -10,7 +10,7 @@ the outputs' scales at the end. Rings and barriers are described in docs/kernels
 from collections.abc import Sequence
 
 from pallas_kernels.gpu import fragments, numerics, ptx
-from pallas_kernels.gpu.ring import Ring, arrive_once_all_have
+from pallas_kernels.gpu.ring import Ring, arrive_for_warp
 from pallas_kernels.matmul.mosaic_int8_plan import (
     EPILOGUE_WARPS,
     MATH_WARPS,
@@ -121,8 +121,8 @@ def multiply(plan: Plan, x, share: ClusterShare, ring: Ring, sums: Ring, warp, l
         offset = within + number * PASS if plan.whole else ptx.select(there, within + number * PASS, ptx.i32(0))
         rows = [take(at + offset * X_BYTES, X_BYTES, X_WORDS) for at in x_at]
         # Words that are loaded at once: it is enough to wait for the first.
-        arrive_once_all_have(ptx.once_loaded(ring.emptied(slot), [words[0] for words in codes]), lane)
-        weights = [[pair for word in words for pair in numerics.codes_to_bf16(word)] for words in codes]
+        arrive_for_warp(ptx.once_loaded(ring.emptied(slot), [words[0] for words in codes]), lane)
+        weights = [[pair for word in words for pair in numerics.int8_to_bf16(word)] for words in codes]
         new = add_products(totals, rows, weights)
         if not plan.whole:
             new = [[ptx.select(there, *both) for both in zip(*pair)] for pair in zip(new, totals)]
@@ -137,7 +137,7 @@ def multiply(plan: Plan, x, share: ClusterShare, ring: Ring, sums: Ring, warp, l
         to = sums.slot(sums_slot) + warp * plan.tile_bytes + lane * PAIR_BYTES
         for i in range(plan.row_tiles):
             ptx.store_shared(to + i * (32 * PAIR_BYTES), *total[2 * i : 2 * i + 2])
-        arrive_once_all_have(sums.filled(sums_slot), lane)
+        arrive_for_warp(sums.filled(sums_slot), lane)
         return slot, parity, *sums.following(sums_slot, sums_parity)
 
     ptx.loop(share.lower, share.upper, (ptx.i32(0), ptx.i32(0), ptx.i32(0), ptx.i32(1)), one_tile)
@@ -177,7 +177,7 @@ def add_warps(plan: Plan, at: dict, share: ClusterShare, sums: Ring, thread) -> 
                 ptx.store_shared(at["shared"] + plan.layout.at("partials") + item * PAIR_BYTES, *pair)
             else:
                 write_pair(plan, at["y"], tile, thread, pair, scales)
-        arrive_once_all_have(sums.emptied(slot), lane)
+        arrive_for_warp(sums.emptied(slot), lane)
         return sums.following(slot, parity)
 
     ptx.loop(share.lower, share.upper, (ptx.i32(0), ptx.i32(0)), one_tile)
@@ -210,7 +210,7 @@ def write_pair(plan: Plan, y, tile, pair, found: list, scales: Sequence) -> None
     """Writes a pair of outputs of a tile, times their scales: pair 4 row + i is outputs 2 i and 2 i + 1."""
     row, i = pair >> 2, pair & 3
     place = ptx.i64(row * plan.width + tile * TILE + 2 * i)
-    found = [x * (scale * numerics.CODES_DIVISOR) for x, scale in zip(found, scales)]
+    found = [x * (scale * numerics.INT8_DIVISOR) for x, scale in zip(found, scales)]
     if plan.float32_out:
         ptx.store_global_words(y + place * 4, *map(ptx.as_bits, found))
     else:

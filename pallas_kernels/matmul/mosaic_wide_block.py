@@ -10,7 +10,7 @@ activations as `fragments.start_products` reads them. docs/kernels/matmul.md has
 """
 
 from pallas_kernels.gpu import fragments, numerics, ptx
-from pallas_kernels.gpu.ring import Ring, arrive_once_all_have
+from pallas_kernels.gpu.ring import Ring, arrive_for_warp
 from pallas_kernels.matmul.mosaic_wide_plan import (
     CODE_BYTES,
     CODE_WARPS,
@@ -157,7 +157,7 @@ def produce_activations(plan: Plan, x, share: ClusterShare, ring: Ring, warp, la
             for lot in others:
                 x.store(to, lot, x.load(number, lot))
             fragments.publish()
-            arrive_once_all_have(ring.filled(slot), lane)
+            arrive_for_warp(ring.filled(slot), lane)
             # Those of the next step are on their way while a slot is waited for. After the last comes the next tile's first.
             following = ptx.select(number + 1 < share.count, number + 1, ptx.i32(0))
             return *ring.following(slot, parity), x.load(following, first)
@@ -230,11 +230,11 @@ def multiply(plan: Plan, at: dict, share: ClusterShare, ring: Ring, parameters: 
                 ptx.wait_for_arrivals(ring.filled(slot), parity)
                 scales = scales_at + (number - first) * (2 * STEP_GROUPS)
                 acc = add_step(plan, acc, ring.slot(slot), codes_at, moved, scales)
-                arrive_once_all_have(ring.emptied(slot), lane)
+                arrive_for_warp(ring.emptied(slot), lane)
                 return *ring.following(slot, parity), acc
 
             carry = ptx.loop(first, last, carry, step)
-            arrive_once_all_have(parameters.emptied(parameter_slot), lane)
+            arrive_for_warp(parameters.emptied(parameter_slot), lane)
             return *parameters.following(parameter_slot, parameter_parity), *carry
 
         nothing = [ptx.f32(0.0)] * (4 * plan.row_tiles)

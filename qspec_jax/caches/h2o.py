@@ -91,7 +91,7 @@ class H2OCache(EvictingCache):
     @classmethod
     def make(cls, model, *, group_size, scheme, settings, batch, capacity, num_speculative_tokens, dtype):
         schedule, (B, K) = cls.schedule_of(group_size, settings), (batch, model.num_kv_heads)
-        heavy = min(settings.heavy, schedule.groups(capacity) * settings.recent)
+        heavy = min(settings.heavy, schedule.max_flushes(capacity) * settings.recent)
         rows, wide = heavy + schedule.buffer_rows(num_speculative_tokens), accumulation_dtype(dtype)
 
         def layer() -> H2OLayer:

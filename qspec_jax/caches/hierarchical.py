@@ -84,7 +84,7 @@ class HierarchicalCache(PooledCache):
     def make(cls, model, *, group_size, scheme, settings, batch, capacity, num_speculative_tokens, dtype):
         schedule = Schedule(group_size)
         shape = dict(batch=batch, kv_heads=model.num_kv_heads, group_size=group_size, head_dim=model.head_dim, dtype=dtype)
-        shape |= dict(groups=schedule.groups(capacity), buffer_rows=schedule.buffer_rows(num_speculative_tokens))
+        shape |= dict(groups=schedule.max_flushes(capacity), buffer_rows=schedule.buffer_rows(num_speculative_tokens))
         return cls(tuple(HierarchicalLayer.zeros(**shape) for _ in range(model.num_layers)), no_tokens(batch), scheme)
 
     def reads(self, view, tokens):
@@ -105,7 +105,7 @@ class HierarchicalCache(PooledCache):
         start = self.schedule.quantized_length(n)
 
         old = dataclasses.replace(old, buffer=FullLayer(rows_from(keys, start, rows), rows_from(values, start, rows)))
-        groups = min(old.groups, self.schedule.groups(keys.shape[2]))
+        groups = min(old.groups, self.schedule.max_flushes(keys.shape[2]))
         if groups == 0:
             return old
 

@@ -89,7 +89,7 @@ class KiviCache(Cache):
             raise InputError(
                 f"cache {settings.name}: bits {settings.bits} need a head_dim that is a multiple of {in_a_byte}, not {model.head_dim}"
             )
-        room = schedule.groups(capacity) * settings.residual
+        room = schedule.max_flushes(capacity) * settings.residual
         empty = functools.partial(LowBits.zeros, B, K, room, H, bits=settings.bits)
 
         def keys():
@@ -117,7 +117,7 @@ class KiviCache(Cache):
         old, start = self.layers[layer], self.schedule.quantized_length(n)
         rows = old.buffer.keys.shape[2]
         buffer = FullLayer(rows_from(keys, start, rows), rows_from(values, start, rows))
-        whole = min(old.keys.tokens, self.schedule.groups(keys.shape[2]) * self.settings.residual)
+        whole = min(old.keys.tokens, self.schedule.max_flushes(keys.shape[2]) * self.settings.residual)
         if whole == 0:
             return old.with_buffer(buffer)
 

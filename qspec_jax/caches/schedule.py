@@ -3,8 +3,9 @@
 A flush quantizes the oldest G tokens of a row's full-precision buffer at once. G is the schedule's `flush_size`: in the cache int8 one
 quantization group, in kivi and specache `residual` tokens, which may be several groups; in h2o, whose flushes forget tokens instead,
 `recent` tokens. A row of n cached tokens has `quantized_length(n)` of them quantized, which depends on n alone, and the others, fewer than
-2G, in the buffer. A round uses no more drafts than one-by-one decoding would have verified before it flushed; with more the target would
-read other codes, and its output would not be its own. See QuantSpec (arXiv 2502.10424), section 4.3 and algorithm 1.
+2G, in the buffer. A round uses at most 2G - 1 - buffered drafts: with the pending token they fill the buffer to 2G tokens at most, where
+one-by-one decoding would flush. With more, the target would read other codes than one-by-one decoding does, and its output would differ.
+See QuantSpec (arXiv 2502.10424), section 4.3 and algorithm 1.
 """
 
 import dataclasses
@@ -22,8 +23,8 @@ class Schedule:
     flush_size: int | None
 
     def quantized_length(self, n: Array | int) -> Array | int:
-        """How many of n cached tokens are quantized: a multiple of G, and never the last G to 2G - 1 tokens. An int for an int, which
-        needs no device."""
+        """How many of n cached tokens are quantized: a multiple of G; the last G to 2G - 1 stay unquantized, or all of fewer than 2G. A
+        Python int gives a Python int, without JAX."""
         G = self.flush_size
         if G is None:
             return 0 * n
@@ -35,7 +36,7 @@ class Schedule:
         return Lengths(quantized, n - quantized)
 
     def draft_room(self, lengths: Lengths) -> Int[Array, "B"]:
-        """How many drafts a row may verify before one-by-one decoding would have flushed."""
+        """How many drafts a row may verify: with the pending token, up to where one-by-one decoding would flush."""
         if self.flush_size is None:
             return jnp.full_like(lengths.buffered, jnp.iinfo(jnp.int32).max)
         return 2 * self.flush_size - 1 - lengths.buffered
@@ -52,10 +53,10 @@ class Schedule:
         return Lengths(lengths.quantized + moved, lengths.buffered - moved)
 
     def buffer_rows(self, num_speculative_tokens: int) -> int:
-        """Rows of the double buffer: 2G tokens, and a round's drafts and pending token before they are rolled back."""
+        """Tokens that the buffer has room for: 2G, plus those that a verification appends before rejected ones are rolled back."""
         return 2 * self.flush_size + num_speculative_tokens + 1
 
-    def groups(self, capacity: int) -> int:
+    def max_flushes(self, capacity: int) -> int:
         """The maximum number of flushes of a row of at most `capacity` cached tokens. With int8 each fills one quantization group, with
         kivi and specache perhaps several."""
         return max(0, capacity // self.flush_size - 1)
@@ -65,7 +66,12 @@ class Schedule:
         return gamma if self.flush_size is None else min(gamma, 2 * self.flush_size - 1)
 
 
-def eligible_drafts(maximum: Int[Array, "B"], draft_room: Int[Array, "B"], wanted: Int[Array, "B"]) -> Int[Array, "B"]:
-    """How many drafts a row may use in a round: at most `maximum`, what the schedule has room for, and one fewer than the tokens that are
-    still wanted, since the target adds one of its own."""
-    return jnp.maximum(jnp.minimum(jnp.minimum(maximum, draft_room), wanted - 1), 0)
+def eligible_drafts(gamma: Int[Array, "B"], draft_room: Int[Array, "B"], wanted: Int[Array, "B"]) -> Int[Array, "B"]:
+    """How many drafts a row may use in a round.
+
+    Args:
+        gamma: the round's limit for the row, by its config and adaptive drafting.
+        draft_room: what the schedule has room for.
+        wanted: new tokens that are still wanted; the target adds one of its own to the drafts.
+    """
+    return jnp.maximum(jnp.minimum(jnp.minimum(gamma, draft_room), wanted - 1), 0)

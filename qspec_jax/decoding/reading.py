@@ -90,7 +90,7 @@ def _read(reader: Reader, tokens: Sequence[int], room: Room) -> State:
     found = Engine(reader.model, reader.draft, cache=reader.cache, **sizes).read(tokens)
     pages, own = None, found.cache
     if reader.pool is not None:
-        pages = reader.pool.reserve(reader.schedule.groups(len(tokens)))
+        pages = reader.pool.reserve(reader.schedule.max_flushes(len(tokens)))
         own = reader.pool.put(found.cache, pages)
     return State(
         np.array(tokens, np.int32),
@@ -292,7 +292,7 @@ class Rows:
         cache, draft, logits, queries = _row((self.cache, self.draft, self.logits, self.queries), b)
         pages = None
         if self.pages is not None:
-            pages = self.reader.pool.shorter(self.pages[b], self.reader.schedule.groups(cached))
+            pages = self.reader.pool.shorter(self.pages[b], self.reader.schedule.max_flushes(cached))
         return dataclasses.replace(
             before,
             tokens=tokens,
@@ -316,8 +316,8 @@ def joined(states: Sequence[State], lengths: Sequence[int]) -> Rows:
     pages = None
     if (pool := reader.pool) is not None:
         schedule = reader.schedule
-        pages = [pool.longer(state.pages, schedule.groups(length)) for state, length in zip(states, lengths, strict=True)]
-        cache = dataclasses.replace(cache, pages=pool.table(pages, schedule.groups(room.capacity)))
+        pages = [pool.longer(state.pages, schedule.max_flushes(length)) for state, length in zip(states, lengths, strict=True)]
+        cache = dataclasses.replace(cache, pages=pool.table(pages, schedule.max_flushes(room.capacity)))
     return Rows(reader, room, cache, draft, logits, queries, [state.num_queries for state in states], pages)
 
 
@@ -393,7 +393,7 @@ class Continued:
         tokens = np.array([*self._texts[b], *new], np.int32)
         cached = len(tokens) - 1
         if (pool := before.reader.pool) is not None:
-            pages = pool.shorter(self._rows.pages[b], before.reader.schedule.groups(cached))
+            pages = pool.shorter(self._rows.pages[b], before.reader.schedule.max_flushes(cached))
         after = dict(cache=_alone(row.cache), draft=row.draft, adaptive=row.adaptive, pages=pages)
         return dataclasses.replace(before, tokens=tokens, cached=cached, logits=None, num_queries=0, **after)
 

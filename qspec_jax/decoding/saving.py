@@ -76,7 +76,7 @@ def load_state(path: str | Path, model: Llama, *, config: GenerationConfig | Non
             differ = "" if name in HASHED else f" ({header[name]}, here {own})"
             raise InputError(f"{path}: the state was made with {NAMES[name]}{differ}; give what it was made with, or read the text again")
     room = Room(**header["room"])
-    count = 0 if reader.pool is None else reader.schedule.groups(header["cached"])
+    count = 0 if reader.pool is None else reader.schedule.max_flushes(header["cached"])
     own, groups = shapes_of(reader, room, count)
     own |= {name: None for name, known in header["known"].items() if not known}
     if header["known"]["adaptive"]:

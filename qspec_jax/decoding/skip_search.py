@@ -33,7 +33,7 @@ from qspec_jax.drafts.self_speculative import SelfSpeculativeDraft
 from qspec_jax.drafts.step_bytes import ITEM_BYTES, weight_bytes
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import padded
-from qspec_jax.models.skipping import NO_LAYERS, GatedModel, Skipped
+from qspec_jax.models.skipping import NO_LAYERS, MaskedSkippingModel, Skipped
 from qspec_jax.models.viewed import ViewedModel
 
 log = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ def _hits(step: ViewedModel, passage: Passage, blocks: Int[Array, "M"], keep: Bo
     def of_block(keep, index):
         tokens, lengths = passage.tokens[index], longer(passage.cache.lengths, index * T)
         positions = lengths.total[:, None] + jnp.arange(T, dtype=jnp.int32)
-        logits, _ = GatedModel(step.model, step.view, keep)(tokens, positions, passage.cache.rollback(lengths))
+        logits, _ = MaskedSkippingModel(step.model, step.view, keep)(tokens, positions, passage.cache.rollback(lengths))
         return ((logits.argmax(-1) == passage.predicted[index]) & passage.valid[index]).sum()
 
     return lax.map(lambda keep: lax.map(functools.partial(of_block, keep), blocks), keep)

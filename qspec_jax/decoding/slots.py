@@ -76,7 +76,7 @@ class Slots:
         self.groups = None
         if cache.pools and jax.default_backend() in PAGED:
             schedule = cache.schedule_for(model.config.head_dim)
-            self.groups = [schedule.groups(len(r.tokens) + r.config.max_new_tokens) for r in requests]
+            self.groups = [schedule.max_flushes(len(r.tokens) + r.config.max_new_tokens) for r in requests]
         room = self.prefills.room(self.groups, share or len(requests)) if batch is None else capacity.enough_for(batch, self.groups)
         stats.batch_size = batch = room.rows
         self.engine.settle_for(batch)

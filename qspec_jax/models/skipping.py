@@ -1,6 +1,7 @@
 """A model that skips the attention or the MLP of some layers: a cheaper model, with the same weights, that drafts for the whole one.
 
-A pass does not append to the cache of a layer whose attention it skips, so other models must not read the tokens that it appended.
+`SkippingModel` leaves its tokens' keys and values out of layers whose attention it skips (`MaskedSkippingModel` writes them), so another
+model must roll these tokens back before it reads.
 
 Source: SWIFT (arXiv 2410.06916), section 4: skipped attention and MLP sublayers of the target make a draft.
 """
@@ -126,8 +127,8 @@ class SkippingModel(_Incomplete):
         model, skipped, layers = self.model, self.skipped, list(cache.layers)
         x, (cos, sin) = model.embed(tokens), model.cos_sin(positions, positions + 1)
         kept = [i for i in range(len(layers)) if i not in skipped.attention & skipped.mlp]
-        # One kernel does everything between two attentions if nothing is skipped there. qkv: its result for the next attention; added: what
-        # the last MLP adds to x.
+        # One kernel does everything between two attentions if nothing is skipped there. qkv: for the next layer, None if not computed yet;
+        # added: the final layer's MLP output, not yet added to x; carry: the kernel's handoff, valid between consecutive calls alone.
         qkv = added = carry = None
         views = self.views
         reading = cache.for_pass(tuple(None if i in skipped.attention else view for i, view in enumerate(views)))
@@ -151,7 +152,7 @@ class SkippingModel(_Incomplete):
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
-class GatedModel(_Incomplete):
+class MaskedSkippingModel(_Incomplete):
     """A model with the logits of `SkippingModel` that computes skipped sublayers too, so that one program serves all choices.
 
     Attributes:

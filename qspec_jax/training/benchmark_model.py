@@ -1,8 +1,8 @@
-"""`qspec train benchmark-model`: a Llama large enough for memory to bind (419 M parameters, MHA), trained on the demo's corpus.
+"""`qspec train benchmark-model`: a Llama so large that decoding is bound by memory bandwidth, trained on the demo's corpus.
 
-It trains in segments: each trains until its time is over and saves parameters, optimizer state and step in one file, from which the next
-continues exactly. Its last steps are as long as any text that `qspec bench end-to-end` reads. A share of its text may be prompts in the
-form that `qspec eval needle` asks in, so that both come from evaluate/needle.py. Needs the extra `train`.
+It has 419 M parameters, and MHA. It trains in segments: each trains until its time is over and saves parameters, optimizer state and step
+in one file, from which the next continues exactly. Its last steps train at the longest context that `qspec bench end-to-end` reads. A share
+of its text may be prompts in the form that `qspec eval needle` asks in; evaluate/needle.py makes both. Needs the extra `train`.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from qspec_jax.training.trainer import Recipe, Trainer, TrainingReport, read_tra
 TOKENIZER = demo.MODEL / "tokenizer.json"
 SAVE_SECONDS = 30  # set aside at the end of a segment to save a state of 3.3 GB
 
-# Learning rate times square root of width is as in the embedded model, so that a step of Muon changes spectral norms by as much.
+# Learning rate times square root of width is about as in the embedded model, so that a step of Muon changes spectral norms by as much.
 _SHORT = Settings(context=8192, batch=8, muon_learning_rate=2e-3, adam_learning_rate=1e-3, evaluations=8, held_out_rows=64, timed_steps=6)
 RECIPE = Recipe(
     embedded_model.MODEL
@@ -74,10 +74,11 @@ def run(
     Args:
         directory: of the run.
         minutes: time of all training steps; the first segment times some and settles how many there will be.
-        segment_minutes: time of this call, with all that it does before training.
-        steps: the exact number of steps instead; 0: by the time.
-        needles: the share of the tokens, from 0 to below 1, that are prompts of `qspec eval needle` with their answers, of other seeds
-            than its own.
+        segment_minutes: time of this call until training stops and the state is saved; its last step or evaluation may overrun, and the
+            final evaluation comes on top.
+        steps: the exact number of steps, which overrides `minutes`; 0: derived from it.
+        needles: the share of the tokens, from 0 to below 1, that are prompts of `qspec eval needle` with their answers, with seeds that
+            the evaluation never uses.
         smoke: whether a tiny model is trained on a tiny corpus.
         progress: see `reports.progress_bar`.
 
@@ -90,8 +91,10 @@ def run(
         raise InputError("training this model needs a GPU, and JAX finds none; --smoke runs anywhere")
     state = directory / "state.safetensors"
     if not state.exists() and (directory / "config.json").exists():
-        raise InputError(f"--output {directory}: holds a model of no such run; give another directory")
-    with _written(directory):
+        raise InputError(
+            f"--output {directory}: holds a checkpoint, but no state.safetensors of a run of this command; give another directory"
+        )
+    with _write_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
         check_writable(state)  # before the minutes of training, and not after
     tokenizer = Tokenizer.from_file(str(TOKENIZER))
@@ -108,13 +111,13 @@ def run(
     if not trainer.progress.completed:
         with progress_bar(progress=progress, total=trainer.progress.steps, unit="step") as bar:
             trainer.train(until, held_out.sampled_bits_per_byte, bar)
-        with _written(directory):
+        with _write_errors(directory):
             trainer.save(state)
     report = trainer.report(directory)
     if report.completed:
         report = dataclasses.replace(report, held_out_bits_per_byte=_bits_per_byte(trainer, held_out, tokenizer))
         history = {"train_nats_per_token": trainer.progress.train_nats, "corpus": description}
-        with _written(directory):
+        with _write_errors(directory):
             save_model(trainer.params, recipe.model, directory)
             save_tokenizer(tokenizer, directory, max_length=recipe.model["max_position_embeddings"])
             write_json(directory / "training.json", {"recipe": dataclasses.asdict(recipe)} | dataclasses.asdict(report) | history)
@@ -131,7 +134,7 @@ def _read_tokens(directory: Path, tokenizer: Tokenizer, *, smoke: bool) -> tuple
     if not path.exists():
         read = read_training_text(smoke=smoke)
         tokens = np.concatenate(encode(tokenizer, [document.text for document in read.documents]))
-        with _written(directory), whole_file(path) as draft:
+        with _write_errors(directory), whole_file(path) as draft:
             write_json(about, read.description)
             np.save(draft, tokens)
     try:
@@ -143,7 +146,7 @@ def _read_tokens(directory: Path, tokenizer: Tokenizer, *, smoke: bool) -> tuple
 def with_needles(stream: np.ndarray, tokenizer: Tokenizer, share: float) -> np.ndarray:
     """The stream of tokens, followed by needle prompts with their answers, of all formats in turn, that are this share of the whole.
 
-    They are next to one another, and windows of the stream come in random order; so few documents are cut by a window's end.
+    They can all be at the end, since windows of the stream are shuffled anyway; interleaved, they would cut more documents.
     """
     parts, missing, seeds = [stream], round(share / (1 - share) * len(stream)), itertools.count()
     while missing > 0:
@@ -155,8 +158,8 @@ def with_needles(stream: np.ndarray, tokenizer: Tokenizer, share: float) -> np.n
     return np.concatenate(parts)
 
 
-def _written(directory: Path) -> contextlib.AbstractContextManager[None]:
-    """Raises InputError where what is written inside cannot be."""
+def _write_errors(directory: Path) -> contextlib.AbstractContextManager[None]:
+    """A context in which a write that fails raises InputError."""
     return writing(f"--output {directory}", SafetensorError)
 
 
