@@ -9,6 +9,7 @@ if TYPE_CHECKING:  # the same as `_MODULES`, for type checkers
     from qspec_jax.checkpoints.loading import load
     from qspec_jax.decoding.batch import run_batch
     from qspec_jax.decoding.config import GenerationConfig
+    from qspec_jax.decoding.conversation import Conversation
     from qspec_jax.decoding.generate import Generation, Piece, Stats, Stream, generate, stream
     from qspec_jax.decoding.prepare import Prepared, prepare
     from qspec_jax.decoding.reading import extend, prefill
@@ -26,6 +27,7 @@ _MODULES = {
     "qspec_jax.decoding.config": ("GenerationConfig",),
     "qspec_jax.decoding.batch": ("run_batch",),
     "qspec_jax.decoding.prepare": ("Prepared", "prepare"),
+    "qspec_jax.decoding.conversation": ("Conversation",),
     "qspec_jax.decoding.reading": ("extend", "prefill"),
     "qspec_jax.decoding.requests": ("Request",),
     "qspec_jax.decoding.saving": ("load_state", "save_state"),
@@ -35,9 +37,11 @@ _MODULES = {
     "qspec_jax.decoding.generate": ("Generation", "Piece", "Stats", "Stream", "generate", "stream"),
     "qspec_jax.errors": ("InputError",),
     "qspec_jax.models.config": ("LlamaConfig",),
+    "qspec_jax.states.state": ("State",),
 }
 __all__ = [
     "CacheConfig",
+    "Conversation",
     "Generation",
     "GenerationConfig",
     "InputError",

@@ -185,11 +185,12 @@ def completed(
     configs = resolve.resolve_auto_draft(model, configs, lengths, batch=min(batch_size or len(found), len(found)))
     if config.draft == AUTO:
         config = dataclasses.replace(config, **{name: getattr(configs[0], name) for name in ("draft", "num_speculative_tokens", "cache")})
-    draft = _made(model, configs, prompts if calibrate else None, progress)
+    draft = _made(model, configs, prompts if calibrate else None, progress) if states is None else states[0].reader.draft
     for i, (length, each) in enumerate(zip(lengths, configs, strict=True)):
         check_draft_room(draft, f"prompt {i}", length, each.max_new_tokens)
     given = draft.chosen() if draft else ()
-    draft = resolve.resolve_prompt_settings(model, draft, configs, prompts)
+    if states is None:
+        draft = resolve.resolve_prompt_settings(model, draft, configs, prompts)
     choices = draft.chosen() if draft and draft.chosen() != given else ()
     configs = resolve.fill_draft_costs(model, configs, lengths, draft)
     settled = (dataclasses.replace(request, config=each) for request, each in zip(found, configs, strict=True))

@@ -14,6 +14,7 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.reading import reader_of, shapes_of
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.errors import InputError
+from qspec_jax.files import is_replaced
 from qspec_jax.models.llama import Llama
 from qspec_jax.states import file
 from qspec_jax.states.fingerprint import fingerprint
@@ -35,24 +36,29 @@ HASHED = ("weights", "draft_weights")
 TOKENS, GROUPS, OWN = "tokens", "groups", "own"  # first parts of the names of arrays
 
 
-def save_state(state: State, path: str | Path) -> None:
+def save_state(state: State, path: str | Path, *, notes: Any = None) -> None:
     """Writes a state to a file, which appears whole or not at all.
 
     Args:
         state: the state.
         path: of the file; one that exists is replaced.
+        notes: anything that JSON can express, which `load_with_notes` returns.
 
     Raises:
         InputError: if the file cannot be written, and for a model that is divided over devices.
     """
+    path = Path(path)
+    if not is_replaced(path):
+        raise InputError(f"{path}: a state should be saved to a file, since its checksum is written last")
     if state.reader.model.axis is not None:
         raise InputError("a state of a model that is divided over devices cannot be saved")
     arrays = {TOKENS: state.tokens} | _named(OWN, _own(state))
     if state.pages is not None:
         arrays |= _named(GROUPS, state.reader.pool.groups_of(state.pages))
     header = _identity(state.reader) | {name: getattr(state, name) for name in COUNTS}
-    header |= {"room": dataclasses.asdict(state.room), "tokens": len(state), "known": _known(state)}
-    file.write(Path(path), header, {name: jnp.asarray(x) for name, x in arrays.items()})
+    header |= {"room": dataclasses.asdict(state.room), "tokens": len(state), "known": _known(state), "notes": notes}
+    header["settings"] = {name: value for name, value in state.reader.settings.items() if isinstance(value, str | int)}
+    file.write(path, header, {name: jnp.asarray(x) for name, x in arrays.items()})
 
 
 def load_state(path: str | Path, model: Llama, *, config: GenerationConfig | None = None) -> State:
@@ -61,16 +67,23 @@ def load_state(path: str | Path, model: Llama, *, config: GenerationConfig | Non
     Args:
         path: of the file.
         model: the model that the state was made by, with the same weights.
-        config: with the draft, the cache and the number of drafts that the state was made for.
+        config: draft, cache and number of drafts, where they should be those that the state was made for; what is left at its default is
+            taken from the file. A draft that was given as an object is not in the file.
 
     Raises:
         InputError: if the file cannot be read, is damaged or no state, and for a state of other weights, dtype, RoPE, cache or draft.
     """
+    return load_with_notes(path, model, config=config)[0]
+
+
+def load_with_notes(path: str | Path, model: Llama, *, config: GenerationConfig | None = None) -> tuple[State, Any]:
+    """The state and the notes in a file; see `load_state`."""
     path = Path(path)
     header = file.read_header(path)
     if header.get("format") != FORMAT:
         raise InputError(f"{path}: has version {header.get('format')} of the format of states, and this program reads version {FORMAT}")
-    reader = reader_of(model, config or GenerationConfig(), header["tokens"])
+    config = _config_for(path, header["settings"], config or GenerationConfig())
+    reader = reader_of(model, config, header["tokens"])
     for name, own in _identity(reader).items():
         if name in NAMES and header[name] != own:
             differ = "" if name in HASHED else f" ({header[name]}, here {own})"
@@ -92,7 +105,20 @@ def load_state(path: str | Path, model: Llama, *, config: GenerationConfig | Non
         pages = reader.pool.reserve(count)
         reader.pool.fill(pages, of(GROUPS, groups))
     counts = {name: header[name] for name in COUNTS}
-    return State(np.asarray(arrays[TOKENS]), **of(OWN, own), **counts, room=room, reader=reader, pages=pages)
+    return State(np.asarray(arrays[TOKENS]), **of(OWN, own), **counts, room=room, reader=reader, pages=pages), header["notes"]
+
+
+def _config_for(path: Path, stored: dict[str, Any], config: GenerationConfig) -> GenerationConfig:
+    """The config with the stored settings of a state where it has defaults. Raises InputError where it has others."""
+    default, gamma = GenerationConfig(), "num_speculative_tokens"
+    taken = {name: value for name, value in stored.items() if getattr(config, name) == getattr(default, name)}
+    made_with = ", ".join(f"{name} {value}" for name, value in stored.items())
+    if gamma not in taken and gamma in stored and stored[gamma] != config.num_speculative_tokens:
+        raise InputError(f"{path}: the state was made with {made_with}, and {gamma} (--gamma) is {config.num_speculative_tokens} here")
+    try:
+        return dataclasses.replace(config, **taken)
+    except InputError as error:
+        raise InputError(f"{path}: the state was made with {made_with}, which does not fit what is given: {error}") from None
 
 
 def _own(state: State) -> dict[str, Any]:
