@@ -10,7 +10,10 @@ from qspec_jax.cli import process
 
 # Modules of which messages of the level INFO are shown.
 INFORMING = (
+    "cli.chat",  # how long documents took to read
     "cli.generate",  # which draft was chosen
+    "cli.prefill",  # what is read
+    "decoding.conversation",  # what is read again
     "decoding.resolve",  # which draft was chosen
     "decoding.skip_search",  # which layers it skips
     "decoding.capacity",  # how many rows fit

@@ -26,6 +26,7 @@ from qspec_jax.cli.options import (
     Output,
     SeedOfSampling,
     SensitiveLayers,
+    StateFile,
     join_others,
     load,
     megabytes,
@@ -43,10 +44,13 @@ from qspec_jax.decoding.generate import stream as stream_prompt
 from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.out_of_memory import explained_memory
 from qspec_jax.decoding.prepare import Prepared, prepare
+from qspec_jax.decoding.reading import extend
 from qspec_jax.decoding.requests import checked_prompts
+from qspec_jax.decoding.saving import load_state
 from qspec_jax.drafts.registry import AUTO, NONE, USUAL
 from qspec_jax.errors import InputError, writing
 from qspec_jax.files import STANDARD, name_of, output_to, read_text, read_texts, to_json
+from qspec_jax.states.state import State
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +68,7 @@ def generate_command(
     prompt_file: Annotated[
         list[Path] | None, typer.Option(help="A text file that holds a prompt, or - for standard input; may be given several times.")
     ] = None,
+    state: StateFile = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Take each prompt as a user's message, through the checkpoint's chat template.")
     ] = False,
@@ -99,11 +104,16 @@ def generate_command(
     if distributed and (calibrate or devices):
         why = "calibrates nothing; leave --calibrate" if calibrate else "takes all devices of all processes; leave --devices"
         raise InputError(f"--distributed {why} out")
+    if state is not None:
+        others = {"--chat": chat, "--calibrate": calibrate, "--sensitive-layers": sensitive_layers, "--devices": devices}
+        if given := next((name for name, value in (others | {"--distributed": distributed}).items() if value), None):
+            instead = "; qspec chat --state continues a conversation" if given == "--chat" else ""
+            raise InputError(f"{given} cannot be combined with --state, which continues what was read as it was{instead}")
     if distributed:
         join_others("generate", config, seed or 0, dtype, stream, as_json, chat, system)
-    named = processes.from_first(lambda: _prompts(prompt or [], prompt_file or []))
+    named = processes.from_first(lambda: _prompts(prompt or [], prompt_file or [], piped=state is None))
     names, prompts = [name for name, _ in named], [text for _, text in named]
-    if not prompts:
+    if not prompts and state is None:
         raise InputError("a prompt is needed: --prompt TEXT, --prompt-file FILE, or standard input")
     if stream and len(prompts) > 1:
         raise InputError("--stream takes one prompt")
@@ -115,10 +125,13 @@ def generate_command(
         network, tokenizer = processes.all_or_none(
             lambda: load(model, dtype, quiet=quiet, place=place, caches=[config.cache_config], silent_on_sampling=silent_on_sampling)
         )
-        hints = () if chat else (hint_at_chat(tokenizer, prompt, "--chat takes it as a user's message") for prompt in prompts)
+        hints = () if chat or state else (hint_at_chat(tokenizer, prompt, "--chat takes it as a user's message") for prompt in prompts)
         if hint := next(filter(None, hints), None):
             log.warning("%s", hint)
-        tokens = checked_prompts(network, _messages(prompts, system, tokenizer) if chat else prompts, config, tokenizer, names)
+        if state is None:
+            tokens = checked_prompts(network, _messages(prompts, system, tokenizer) if chat else prompts, config, tokenizer, names)
+        else:
+            tokens = _extended(load_state(state, network, config=config), prompts, tokenizer)
         settings = dict(
             config=config,
             key=key_of(used_seed(seed, [config])),
@@ -133,21 +146,21 @@ def generate_command(
             if stream:
                 out = _print_stream(stream_prompt(network, prepared))
             else:
-                out = generate_with_progress(prepared, Progress(config.max_new_tokens * len(prompts), quiet=quiet))
+                out = generate_with_progress(prepared, Progress(config.max_new_tokens * len(tokens), quiet=quiet))
         if as_json:
             write(to_json(as_object(out)) + "\n")
         elif not stream:
-            write(out.text[0] + "\n" if len(prompts) == 1 else "".join(f"=== prompt {i} ===\n{text}\n" for i, text in enumerate(out.text)))
+            write(out.text[0] + "\n" if len(tokens) == 1 else "".join(f"=== prompt {i} ===\n{text}\n" for i, text in enumerate(out.text)))
     if not quiet:
         ran = prepared.config.draft_name if prepared.draft else NONE  # --gamma 0 drafts nothing
         Console(stderr=True).print(stats_table({ran: out}))
 
 
-def _prompts(given: list[str], files: list[Path]) -> list[tuple[str, str]]:
-    """The prompts that are given, those in files, or what comes through a pipe: what messages call each, and its text."""
+def _prompts(given: list[str], files: list[Path], *, piped: bool) -> list[tuple[str, str]]:
+    """The prompts that are given, those in files, or else, if `piped`, what comes through a pipe: what messages call each, and its text."""
     prompts = [(f"prompt {i}", text) for i, text in enumerate(given)]
     prompts += zip(map(name_of, files), read_texts("--prompt-file", files))
-    if not prompts and sys.stdin is not None and not sys.stdin.isatty():  # piped; nothing comes where there is nothing to read
+    if piped and not prompts and sys.stdin is not None and not sys.stdin.isatty():  # piped; nothing comes where there is nothing to read
         waits = threading.Timer(PATIENCE_S, lambda: print("qspec: reads a prompt from standard input, to its end", file=sys.stderr))
         waits.start()
         try:
@@ -155,6 +168,11 @@ def _prompts(given: list[str], files: list[Path]) -> list[tuple[str, str]]:
         finally:
             waits.cancel()
     return prompts
+
+
+def _extended(state: State, prompts: list[str], tokenizer: Any) -> list[State]:
+    """A state that was extended by each of the prompts; as it is without any."""
+    return [extend(fork, prompt, tokenizer=tokenizer) for fork, prompt in zip(state.fork(len(prompts)), prompts)] if prompts else [state]
 
 
 def _messages(prompts: list[str], system: str | None, tokenizer: Any) -> list[list[int]]:
@@ -209,8 +227,9 @@ class Progress:
 
 
 def as_object(out: Generation) -> dict[str, Any]:
-    """Without log-probabilities where none were asked for."""
-    return {name: value for name, value in dataclasses.asdict(out).items() if value is not None}
+    """Without states, and without log-probabilities where none were asked for."""
+    found = dataclasses.asdict(dataclasses.replace(out, states=None))
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _print_stream(pieces: Stream) -> Generation:

@@ -24,7 +24,8 @@ from qspec_jax.decoding import diagnosis, processes
 from qspec_jax.decoding.config import GAMMA, GenerationConfig
 from qspec_jax.decoding.data_parallel import Place
 from qspec_jax.drafts.registry import AUTO, DRAFTS, NONE, DraftSettings
-from qspec_jax.errors import InputError
+from qspec_jax.errors import InputError, writing
+from qspec_jax.files import check_writable, is_replaced, is_same_file, name_of
 from qspec_jax.models.sharding import model_mesh
 
 log = logging.getLogger(__name__)
@@ -178,6 +179,7 @@ SensitiveLayers = Annotated[
 EvaluatedModel = Annotated[
     str | None, typer.Option("--model", metavar="DIR", help="Checkpoint directory: the embedded model, if not given.")
 ]
+StateFile = Annotated[Path | None, typer.Option("--state", metavar="FILE", help="A saved state to go on from (`qspec prefill`).")]
 Output = Annotated[Path | None, typer.Option(help="Write the result to this file instead.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Plot = Annotated[Path | None, typer.Option(help="Draw the results to this file (.png, .pdf or .svg).")]
@@ -270,9 +272,10 @@ def with_sensitive_layers(settings: DraftSettings | None, sensitive_layers: int)
     return dataclasses.replace(settings, sensitive_layers=sensitive_layers)
 
 
-def with_settings(command: Callable) -> Callable:
+def with_settings(command: Callable, **defaults: object) -> Callable:
     """The command, which has a parameter `model`, with the options of `_Settings` instead of its parameter `config`. Its parameter
-    `silent_on_sampling` turns off the line on a checkpoint that would sample: its settings are used, or a temperature is given."""
+    `silent_on_sampling` turns off the line on a checkpoint that would sample: its settings are used, or a temperature is given. defaults:
+    of options that have another default here."""
     own, shared = (list(inspect.signature(function).parameters.values()) for function in (command, _Settings))
     source = inspect.Parameter("generation_config", inspect.Parameter.KEYWORD_ONLY, default=Defaults.qspec, annotation=GenerationDefaults)
 
@@ -285,6 +288,7 @@ def with_settings(command: Callable) -> Callable:
             config = dataclasses.replace(config, **_of_checkpoint(given["model"], said))
         return command(config=config, silent_on_sampling=defaults is Defaults.model or "temperature" in said, **given)
 
+    shared = [p.replace(default=defaults.get(p.name, p.default)) for p in shared]
     parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *shared, source) if p.name not in ("config", "silent_on_sampling")]
     with_options.__signature__ = inspect.Signature(parameters)
     with_options.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -343,6 +347,16 @@ def load(
         cache.check(loading.config_and_dtype(directory)[0])
     network = loading.load_model(directory, dtype=dtype and str(dtype), mesh=mesh, progress=progress)
     return network, load_tokenizer(directory)
+
+
+def check_saves(option: str, path: Path, sources: Sequence[Path]) -> None:
+    """Raises InputError where a state cannot be saved to the path of an option, before any work. sources: files that are read."""
+    if not is_replaced(path):
+        raise InputError(f"{option} {path}: should be a file, which is replaced if it exists")
+    if same := next((source for source in sources if is_same_file(source, path)), None):
+        raise InputError(f"{option} {path}: would replace {name_of(same)}, which is read")
+    with writing(path):
+        check_writable(path)
 
 
 def used_seed(seed: int | None, configs: Sequence[GenerationConfig]) -> int:

@@ -16,6 +16,7 @@ _received: list[tuple[int, float]] = []
 _handled_at = 0.0  # when Python last handled or ignored a signal
 _finished = False  # whether all is done with exit code 0
 endings: list = []  # functions that are called where a signal ends the process without KeyboardInterrupt
+_ctrl_c: "CtrlC | None" = None  # what Ctrl-C is for at present; None where it ends the process
 
 
 def version() -> str:
@@ -136,6 +137,44 @@ def interrupted() -> int:
     return 128 + (_received[-1][0] if _received else signal.SIGINT)
 
 
+class CtrlCAtPrompt(KeyboardInterrupt):
+    """Ctrl-C while the program waits for a line."""
+
+
+class CtrlC:
+    """Within this block Ctrl-C ends what runs and not the process: the program looks at `pressed` where it can stop.
+
+    Nothing is interrupted in the middle, such as a program of XLA that has consumed its arguments. The second Ctrl-C while something runs
+    raises KeyboardInterrupt as elsewhere.
+
+    Attributes:
+        at_prompt: whether the program waits for a line; then Ctrl-C raises CtrlCAtPrompt.
+        pressed: whether Ctrl-C was pressed while something ran.
+    """
+
+    def __init__(self):
+        self.at_prompt = self.pressed = False
+
+    def __enter__(self):
+        global _ctrl_c
+        self._before, _ctrl_c = signal.signal(signal.SIGINT, self._handle), self
+        return self
+
+    def __exit__(self, *_):
+        global _ctrl_c
+        _ctrl_c = None
+        signal.signal(signal.SIGINT, self._before)
+
+    def _handle(self, number: int, frame) -> None:
+        global _handled_at
+        _handled_at = time.monotonic()
+        if self.at_prompt:
+            raise CtrlCAtPrompt
+        if self.pressed:
+            _raise(number, frame)
+        self.pressed = True
+
+
 def _raise(number: int, frame) -> None:
     global _handled_at
     _handled_at = now = time.monotonic()
@@ -157,6 +196,8 @@ def _end_where_python_waits(pipe: int) -> None:
 
     while True:
         before, number, arrived = _handled_at, os.read(pipe, 1)[0], time.monotonic()
+        if number == signal.SIGINT and _ctrl_c is not None:
+            continue
         # Two at once are handled together, and one may have been handled before it was read here.
         while not (handled := _handled_at not in (0.0, before) or _handled_at > arrived - 1):
             if time.monotonic() > arrived + UNHANDLED_SECONDS and not _half_written():

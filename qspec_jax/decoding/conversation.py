@@ -2,9 +2,8 @@
 
 import dataclasses
 import logging
-import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +84,8 @@ class Conversation:
         config: draft, cache and settings of the answers; `max_new_tokens` is the maximum length of an answer. None: the defaults.
         key: from which all draws come; needed where the config has a temperature.
         system: the text of the system message; None: no such message.
-        documents: names and texts. The first message begins with them, each as its name, a colon, an empty line, the text and an empty line.
+        documents: names and texts. The first message begins with them: with each one's name, a colon, an empty line, the text
+            and an empty line.
 
     Attributes:
         config: the settings; once something was read, with what draft "auto" became.
@@ -132,7 +132,8 @@ class Conversation:
         if not self._now.documents:
             return 0
         texts = [self._tokens([*self.messages, _message("user", self._now.documents + first)]) for first in _BEGINNINGS]
-        ids = os.path.commonprefix(texts)
+        first, *others = texts
+        ids = first[: min(_common(first, other) for other in others)]
         if not ids:
             return 0
         state, count = self._read(ids)
@@ -140,7 +141,7 @@ class Conversation:
         return count
 
     def ask(self, text: str) -> Iterator[str]:
-        """The answer to a message, in pieces of text.
+        """The answer to a message, in pieces of text, one for each round; those without a whole character are empty.
 
         The message and the answer become part of the conversation at the end. So does an answer that is ended early, by `close()` or by
         leaving a loop over it, with what was said by then; after an error the conversation is as it was before. `answer` has the figures.
@@ -165,8 +166,7 @@ class Conversation:
             for piece in pieces:
                 said.append(piece)
                 times.append(time.perf_counter())
-                if piece.text:
-                    yield piece.text
+                yield piece.text
             state, reason = pieces.generation.states[0], pieces.generation.finish_reason[0]
         except GeneratorExit:
             pieces.close()
@@ -264,9 +264,9 @@ def _length(state: State | None) -> int:
     return 0 if state is None else len(state)
 
 
-def _common(tokens: Iterable[int], ids: Sequence[int]) -> int:
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
     """How many first tokens are the same."""
-    return next((i for i, (one, other) in enumerate(zip(tokens, ids)) if one != other), min(len(list(tokens)), len(ids)))
+    return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 def _beginning(state: State, ids: Sequence[int]) -> State | None:

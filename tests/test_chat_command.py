@@ -1,0 +1,347 @@
+"""Conversations, and the commands that keep states: chat, prefill, generate --state and score."""
+
+import io
+import json
+import logging
+import math
+import os
+import pty
+import signal
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from checkpoints import hf_config, write_checkpoint
+
+from qspec_jax import demo
+from qspec_jax.checkpoints.loading import load_model
+from qspec_jax.checkpoints.tokenizers import load_tokenizer
+from qspec_jax.cli.process import CtrlC, CtrlCAtPrompt
+from qspec_jax.decoding.chat import chat_tokens
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.conversation import Conversation
+from qspec_jax.decoding.generate import generate
+from qspec_jax.decoding.reading import prefill
+from qspec_jax.decoding.scoring import score
+from qspec_jax.errors import InputError
+
+END = "<|endoftext|>"
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}" + END + "{% endfor %}[assistant]"
+# Leaves out the answers before the last message, as templates of models that reason leave out their reasoning.
+REWRITES = (
+    "{% for m in messages %}{% if m.role == 'user' or loop.last %}[{{ m.role }}]{{ m.content }}"
+    + END
+    + "{% endif %}{% endfor %}[assistant]"
+)
+SETTINGS = ["--max-new-tokens", "6", "--group-size", "8"]
+CONFIG = GenerationConfig(max_new_tokens=6, group_size=8, draft="none", cache="int8", ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def talks(tmp_path_factory):
+    """A random model of one layer and 512 positions, whose tokenizer has a chat template."""
+    config = hf_config(vocab_size=4096, num_hidden_layers=1, max_position_embeddings=512)
+    found = write_checkpoint(tmp_path_factory.mktemp("talks"), config, tokenizer=demo.MODEL)
+    settings = json.loads((found / "tokenizer_config.json").read_text())
+    (found / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
+    return found
+
+
+@pytest.fixture(scope="module")
+def network(talks):
+    return load_model(talks)
+
+
+@pytest.fixture
+def tokenizer(talks):
+    return load_tokenizer(talks)
+
+
+@pytest.fixture
+def piped(run, talks, monkeypatch):
+    """`qspec chat` with these lines on standard input."""
+
+    def call(*lines: str, options=()):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("".join(line + "\n" for line in lines).encode())))
+        return run("chat", "--model", talks, "--cache", "int8", "--draft", "none", *SETTINGS, "--ignore-eos", *options)
+
+    return call
+
+
+def said(talk: Conversation, message: str) -> str:
+    return "".join(talk.ask(message))
+
+
+def test_each_turn_is_read_onto_the_state_of_those_before(network, tokenizer, monkeypatch, caplog):
+    """What is answered is what the target continues the whole conversation by, if it is read in the same parts."""
+    talk, read = Conversation(network, tokenizer, config=CONFIG, system="Be short."), []
+    extended = "qspec_jax.decoding.conversation.extend"
+    monkeypatch.setattr(
+        extended, lambda state, ids, *, whole=sys.modules["qspec_jax.decoding.reading"].extend: read.append(ids) or whole(state, ids)
+    )
+    caplog.set_level(logging.INFO)
+    first = said(talk, "one two three")
+    state = talk.state
+    assert talk.answer.new_tokens == 6 and talk.answer.finish_reason == "length" and not read
+    assert [message["role"] for message in talk.messages] == ["system", "user", "assistant"]
+    second = said(talk, "four")
+    ids = chat_tokens(tokenizer, talk.messages[:-1])
+    beginning = state if ids[: len(state)] == state.tokens.tolist() else state.trim(len(ids) - len(read[0]))
+    assert beginning.tokens.tolist() + read[0] == ids and talk.answer.read_tokens == len(read[0]) < 40
+    again = generate(network, [sys.modules["qspec_jax.decoding.reading"].extend(beginning, read[0])], config=CONFIG, tokenizer=tokenizer)
+    assert second == again.text[0] == talk.messages[-1]["content"] and first == talk.messages[-3]["content"]
+
+
+def test_undo_and_reset_go_back_to_kept_states(network, tokenizer):
+    talk = Conversation(network, tokenizer, config=CONFIG, documents={"a.txt": "x = 1\n" * 20})
+    assert talk.read_documents() > 60 and talk.messages == []
+    base = talk.state
+    answers = [said(talk, "What is x?"), said(talk, "And y?")]
+    assert talk.messages[0]["content"].startswith("a.txt:\n\nx = 1\n") and talk.messages[0]["content"].endswith("\n\nWhat is x?")
+    talk.undo()
+    assert len(talk.messages) == 2 and said(talk, "And y?") == answers[1]
+    talk.reset()
+    assert talk.messages == [] and talk.state is base and said(talk, "What is x?") == answers[0] and talk.answer.read_tokens < 12
+    talk.undo(), talk.undo()
+    assert len(talk.messages) == 4
+    talk.undo(), talk.undo()
+    with pytest.raises(InputError, match="there is nothing to take back"):
+        talk.undo()
+
+
+def test_an_answer_that_is_ended_early_is_kept(network, tokenizer):
+    """With what was said by then, which the next turn reads."""
+    whole, talk = (Conversation(network, tokenizer, config=CONFIG) for _ in range(2))
+    text = said(whole, "one")
+    pieces = talk.ask("one")
+    begun = next(pieces) + next(pieces)
+    pieces.close()
+    assert talk.messages[-1] == {"role": "assistant", "content": begun} and text.startswith(begun)
+    assert talk.answer.finish_reason == "interrupted" and talk.answer.new_tokens == 2
+    said(talk, "two")
+    assert talk.messages[1]["content"] == begun and len(talk.messages) == 4
+    assert talk.state.tokens.tolist()[:-6] == chat_tokens(tokenizer, talk.messages[:-1])
+
+
+def test_a_template_that_rewrites_history(network, tokenizer, caplog):
+    """The text is read again from the first change on, or from the latest kept state, and a line says so."""
+    tokenizer.chat_template = REWRITES
+    talk = Conversation(network, tokenizer, config=CONFIG)
+    caplog.set_level(logging.INFO)
+    said(talk, "one")
+    assert "has changed the conversation" not in caplog.text
+    said(talk, "two")
+    assert "the chat template has changed the conversation after its first" in caplog.text
+    ids = chat_tokens(tokenizer, talk.messages[:-1])
+    assert talk.state.tokens.tolist()[:-6] == ids
+    straight = generate(network, [prefill(network, ids, config=CONFIG)], config=CONFIG)
+    assert len(straight.token_ids[0]) == 6
+    long = " and".join(map(str, range(40)))
+    said(talk, long)
+    said(talk, long)
+    assert talk.state.tokens.tolist()[:-6] == chat_tokens(tokenizer, talk.messages[:-1])
+
+
+def test_a_conversation_in_a_file(network, tokenizer, tmp_path):
+    talk = Conversation(network, tokenizer, config=CONFIG)
+    with pytest.raises(InputError, match="there is nothing to save"):
+        talk.save(tmp_path / "talk")
+    said(talk, "one")
+    talk.save(tmp_path / "talk")
+    other = Conversation(network, tokenizer, config=GenerationConfig(max_new_tokens=6, ignore_eos=True))
+    other.load(tmp_path / "talk")
+    assert other.messages == talk.messages and said(other, "two") == said(talk, "two") and other.config.cache == "int8"
+
+
+def test_samples_of_a_conversation(network, tokenizer):
+    """The same seed gives the same conversation; a question that is asked again has other draws."""
+    config = GenerationConfig(max_new_tokens=6, draft="none", temperature=1.0, ignore_eos=True)
+    with pytest.raises(InputError, match="key should be given"):
+        Conversation(network, tokenizer, config=config)
+    one, other = (Conversation(network, tokenizer, config=config, key=jax.random.key(3)) for _ in range(2))
+    first = said(one, "a")
+    assert first == said(other, "a")
+    one.undo()
+    assert said(one, "a") != first
+
+
+def test_chat_through_a_pipe(piped, tmp_path):
+    """Answers on standard output, all else on standard error; a saved conversation goes on elsewhere."""
+    saved = tmp_path / "talk.state"
+    code, out, err = piped("one", "", f"/save {saved}", "two", "/undo", "two", "/reset", "one", "/quit", "never")
+    assert code == 0 and "> " not in out + err
+    answers = out.split("\n")
+    assert "6 tokens" in err and "tokens/s" in err and "ended at --max-new-tokens" in err and f"saved to {saved}: " in err
+    code, after, err = piped("two", options=["--state", saved])
+    assert code == 0 and "1 message and answers" in err and out.count(after) == 2
+    assert answers[0] and err.count("ended at") == 1
+
+
+def test_chat_with_a_document(piped, tmp_path, caplog):
+    document = tmp_path / "a.txt"
+    document.write_text("x = 1\n" * 20)
+    code, out, err = piped("//x?", options=["--file", document, "--system", "Be short."])
+    assert code == 0 and out.strip() and f"tokens of {document} in" in caplog.text
+    assert int(err.split("[6 tokens")[1].split("read ")[1].split()[0]) < 16
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (["/what"], "/what is no command: /help lists them"),
+        (["/save"], "/save needs the name of a file after it"),
+        (["/undo 2"], "/undo takes nothing after it"),
+        (["/undo"], "there is nothing to take back"),
+        (["/load nowhere"], "nowhere: cannot be read"),
+        (["/save x"], "there is nothing to save"),
+        (["word " * 600], "and the model has 512 positions"),
+    ],
+)
+def test_mistakes_in_a_pipe(piped, lines, words):
+    code, out, err = piped(*lines)
+    assert (code, out) == (2, "") and err.count("qspec: error: ") == 1 and words in err
+
+
+def test_chat_is_refused(fails, talks, directory, tmp_path):
+    chat = ["chat", "--model", talks]
+    fails(["chat", "--model", directory, "--draft", "none"], "a conversation needs a tokenizer with a chat template")
+    fails([*chat, "--file", "-"], "--file - cannot be read")
+    fails([*chat, "--file", tmp_path / "no"], "no: cannot be read")
+    fails([*chat, "--state", tmp_path / "x", "--system", "s"], "leave --system out")
+    fails([*chat, "--logprobs"], "--logprobs and --top-logprobs are for generate --json")
+
+
+def test_ctrl_c_at_work_and_at_the_prompt():
+    before = signal.getsignal(signal.SIGINT)
+    with CtrlC() as ctrl_c:
+        signal.raise_signal(signal.SIGINT)
+        assert ctrl_c.pressed
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        ctrl_c.at_prompt = True
+        with pytest.raises(CtrlCAtPrompt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_prefill_and_generate_from_the_state(run, fails, talks, tmp_path, caplog):
+    """The same text as from the prompt itself; other prompts continue the same state."""
+    document, saved = tmp_path / "a.py", tmp_path / "a.state"
+    document.write_text("def main():\n    return 1\n" * 8)
+    draft = ["--draft", "quantspec", "--gamma", "3", "--group-size", "8"]
+    code, out, err = run("prefill", "--model", talks, "--file", document, "--save", saved, *draft, "--room", 50)
+    assert code == 0 and out.startswith(f"{saved}: ") and "read in" in out and "tokens in" in out and f"tokens of {document}" in caplog.text
+    report = json.loads(run("prefill", "--model", talks, "--file", document, "--save", saved, *draft, "--json")[1])
+    assert report["bytes"] == saved.stat().st_size and report["draft"] == "quantspec" and report["cache"] == "int8"
+    sampling = ["--max-new-tokens", 12, "--ignore-eos"]
+    code, expected, _ = run("generate", "--model", talks, "--prompt-file", document, *draft, *sampling)
+    assert code == 0
+    code, out, err = run("generate", "--model", talks, "--state", saved, *sampling)
+    assert (code, out) == (0, expected) and "acceptance rate" in err
+    found = json.loads(run("generate", "--model", talks, "--state", saved, *sampling, "--prompt", "a", "--prompt", "b", "--json")[1])
+    assert len(found["text"]) == 2 and found["stats"]["prompt_tokens"] == 2 * report["tokens"] + 2 and "states" not in found
+    generated = ["generate", "--model", talks, "--state"]
+    fails([*generated, saved, "--chat"], "--chat cannot be combined with --state", "qspec chat --state")
+    fails([*generated, saved, "--cache", "kivi", "--draft", "none"], "the state was made with another cache (")
+    fails([*generated, saved, "--draft", "sparse"], "the state was made with another draft (QuantSpecDraft")
+    fails([*generated, saved, "--gamma", 4], "num_speculative_tokens 3", "is 4 here")
+    fails([*generated, saved, "--cache", "full"], "which does not fit what is given")
+    fails([*generated, saved, "--dtype", "bfloat16"], "another dtype (float32, here bfloat16)")
+    fails([*generated, document], "is not a saved state")
+    fails(["chat", "--model", talks, "--state", saved], "is the state of a text, not of a conversation")
+
+
+def test_prefill_is_refused_before_it_reads(fails, talks, tmp_path):
+    document = tmp_path / "a.py"
+    document.write_text("x = 1\n")
+    prefilled = ["prefill", "--model", talks, "--file", document, "--save"]
+    fails([*prefilled, document], "would replace", "which is read")
+    fails([*prefilled, tmp_path], "cannot be written (Is a directory)")
+    fails([*prefilled, "/dev/null"], "should be a file")
+    fails([*prefilled, tmp_path / "no" / "state"], "cannot be written (No such file or directory)")
+    fails([*prefilled, tmp_path / "state", "--cache", "int8:host=all"], "makes no states")
+    document.write_text("")
+    fails([*prefilled, tmp_path / "state"], "a.py is empty")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.py"]
+
+
+def test_scores_are_those_of_python(run, fails, talks, network, tokenizer, tmp_path):
+    document = tmp_path / "a.py"
+    document.write_text("def main():\n    return 1\n")
+    ids = tokenizer(document.read_text())["input_ids"]
+    config = GenerationConfig(draft="none")
+    expected = score(prefill(network, ids[:1], config=config), [ids[1:]])[0]
+    code, out, _ = run("score", "--model", talks, "--file", document)
+    assert code == 0 and out.count("\n") == 1
+    assert f"{document}: log-probability {expected.logprob:.4f} of {len(ids) - 1} tokens: perplexity " in out and "bits per byte" in out
+    found = json.loads(run("score", "--model", talks, "--file", document, "--json")[1])
+    np.testing.assert_allclose(found["logprobs"], expected.logprobs)
+    assert found["perplexity"] == pytest.approx(math.exp(-expected.logprob / (len(ids) - 1)))
+    count = len(document.read_bytes()) - len(tokenizer.decode(ids[:1]))
+    assert found["bits_per_byte"] == pytest.approx(-expected.logprob / math.log(2) / count)
+    context = prefill(network, "def f():", config=config, tokenizer=tokenizer)
+    expected = score(context, [" return", " pass\n"], tokenizer=tokenizer)
+    continued = ["--continuation", " return", "--continuation", " pass\n"]
+    found = json.loads(run("score", "--model", talks, "--prompt", "def f():", *continued, "--json")[1])
+    assert [row["logprob"] for row in found["scores"]] == pytest.approx([each.logprob for each in expected])
+    assert found["context_tokens"] == len(context) and found["scores"][0]["text"] == " return"
+    saved = tmp_path / "state"
+    run("prefill", "--model", talks, "--file", document, "--save", saved, "--draft", "none", "--cache", "full")
+    tables = [run("score", "--model", talks, *given, *continued) for given in (("--state", saved), ("--file", document))]
+    assert tables[0] == tables[1] and "' return'" in tables[0][1] and "perplexity" in tables[0][1]
+    score_of = ["score", "--model", talks]
+    fails(score_of, "one of --file, --prompt and --state should be given, not none of them")
+    fails([*score_of, "--file", document, "--state", saved], "not --file and --state")
+    fails([*score_of, "--prompt", "a"], "so at least one --continuation should be given")
+    fails([*score_of, "--prompt", "a", "--continuation", ""], "continuation 0 is empty")
+    document.write_text("x")
+    fails([*score_of, "--file", document], "has one token")
+
+
+def test_chat_in_a_terminal(talks, tmp_path):
+    """Prompt signs; Ctrl-C ends an answer and keeps it; at the prompt it discards the line; Ctrl-D leaves."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(
+            sys.executable,
+            [
+                sys.executable,
+                "-m",
+                "qspec_jax.cli",
+                "chat",
+                "--model",
+                str(talks),
+                "--draft",
+                "none",
+                "--ignore-eos",
+                "--max-new-tokens",
+                "300",
+            ],
+        )
+    seen = b""
+
+    def until(text: bytes, seconds: float = 60) -> None:
+        nonlocal seen
+        end = time.monotonic() + seconds
+        while text not in seen:
+            assert time.monotonic() < end, seen
+            seen += os.read(terminal, 4096)
+        seen = seen.partition(text)[2]
+
+    until(b"> ")
+    os.write(terminal, b"hello\n")
+    until(b"hello\r\n")
+    while b"[" not in seen and len(seen) < 10:
+        seen += os.read(terminal, 64)
+    os.write(terminal, b"\x03")
+    until(b"ended by Ctrl-C]")
+    until(b"> ")
+    os.write(terminal, b"half a line\x03")
+    until(b"> ")
+    os.write(terminal, b"/what\n")
+    until(b"/what is no command")
+    until(b"> ")
+    os.write(terminal, b"\x04")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
