@@ -230,14 +230,6 @@ def test_the_readmes_python_runs(directory, capsys):
     assert names["out"].text[0] in capsys.readouterr().out
 
 
-def test_the_code_of_the_page_on_states_runs(directory, tmp_path, monkeypatch):
-    (code,) = blocks(ROOT / "docs" / "states.md", "python")
-    monkeypatch.chdir(tmp_path)
-    names = {}
-    exec(compile(code.replace(EMBEDDED, str(directory)), "states.md", "exec"), names)
-    assert len(names["again"]) == len(names["after"]) == len(names["first"]) + 16
-
-
 def test_the_python_pages_code_runs(directory):
     """All blocks of docs/python.md, one after the other."""
     names = {}
@@ -249,6 +241,14 @@ def test_the_python_pages_code_runs(directory):
     expected = jax.nn.log_softmax(names["logits"][0])[jnp.arange(2, len(names["text"]) - 1), jnp.array(names["text"][3:])]
     np.testing.assert_allclose(expected, names["full"][0], atol=0.05)
     assert names["cache"].lengths.total.tolist() == [len(names["text"]) + 4]
+
+
+def test_the_code_of_the_page_on_states_runs(directory, tmp_path, monkeypatch):
+    names = {}
+    page = "\n".join(blocks(ROOT / "docs" / "states.md", "python")).replace(EMBEDDED, str(directory))
+    monkeypatch.chdir(tmp_path)
+    exec(compile(page, "states.md", "exec"), names)
+    assert names["first"].token_ids == names["again"].token_ids and (tmp_path / "handbook.state").exists()
 
 
 def test_a_new_draft_is_under_60_lines_and_runs(monkeypatch, shallow):

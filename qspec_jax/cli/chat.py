@@ -1,5 +1,6 @@
 """The command `qspec chat`."""
 
+import contextlib
 import functools
 import logging
 import sys
@@ -86,6 +87,8 @@ class _Chat:
     def run(self) -> None:
         """Answers until the end of standard input, or /quit."""
         if self._terminal:
+            with contextlib.suppress(ImportError):  # Windows has none
+                import readline  # noqa: F401  (lines are then edited, and earlier ones come back)
             _print("/help lists commands, Ctrl-D leaves\n")
         with CtrlC() as ctrl_c:
             for line in self._lines(ctrl_c):

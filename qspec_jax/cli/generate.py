@@ -131,7 +131,8 @@ def generate_command(
         if state is None:
             tokens = checked_prompts(network, _messages(prompts, system, tokenizer) if chat else prompts, config, tokenizer, names)
         else:
-            tokens = _extended(load_state(state, network, config=config), prompts, tokenizer)
+            loaded = load_state(state, network, config=config)
+            config, tokens = dataclasses.replace(config, **loaded.reader.settings), _extended(loaded, prompts, tokenizer)
         settings = dict(
             config=config,
             key=key_of(used_seed(seed, [config])),

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import RenderableType
-from rich.text import Text
 
 from qspec_jax.cli.options import CacheOption, DtypeOption, GroupSize, Json, ModelDirectory, Output, StateFile, load
 from qspec_jax.decoding.config import GenerationConfig
@@ -19,7 +18,7 @@ from qspec_jax.decoding.scoring import Score, score
 from qspec_jax.decoding.text import text_of
 from qspec_jax.drafts.registry import NONE
 from qspec_jax.errors import InputError
-from qspec_jax.files import name_of, read_text
+from qspec_jax.files import name_of, output_to, read_text, to_json
 from qspec_jax.reports import grid, show
 from qspec_jax.states.state import State
 
@@ -57,11 +56,10 @@ class TextReport(Scored):
 
     name: str
 
-    def table(self) -> RenderableType:
-        """The figures in one line."""
+    def line(self) -> str:
+        """The figures as people read them."""
         each = f"perplexity {self.perplexity:.4f} a token, {self.bits_per_byte:.4f} bits per byte"
-        line = f"{self.name}: log-probability {self.logprob:.4f} of {len(self.token_ids):,} tokens: {each}"
-        return Text(line, no_wrap=True, overflow="ignore")
+        return f"{self.name}: log-probability {self.logprob:.4f} of {len(self.token_ids):,} tokens: {each}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +123,12 @@ def score_command(
         given = len(text_of(tokenizer, tokens[:1]).encode())  # 0 for BOS
         return TextReport(**vars(_scored(found, text, len(text.encode()) - given)), name=name)
 
-    show(measured, output, as_json=as_json)
+    if continuation:
+        show(measured, output, as_json=as_json)
+        return
+    with output_to(output) as write:
+        report = measured()
+        write((to_json(dataclasses.asdict(report)) if as_json else report.line()) + "\n")
 
 
 def _continued(state: State, continuations: list[str], tokenizer: Any) -> ScoreReport:

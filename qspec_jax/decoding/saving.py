@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qspec_jax.decoding.adaptive import Adaptive
-from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.config import GAMMA, GenerationConfig
 from qspec_jax.decoding.reading import reader_of, shapes_of
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.errors import InputError
@@ -113,8 +113,10 @@ def _config_for(path: Path, stored: dict[str, Any], config: GenerationConfig) ->
     default, gamma = GenerationConfig(), "num_speculative_tokens"
     taken = {name: value for name, value in stored.items() if getattr(config, name) == getattr(default, name)}
     made_with = ", ".join(f"{name} {value}" for name, value in stored.items())
-    if gamma not in taken and gamma in stored and stored[gamma] != config.num_speculative_tokens:
-        raise InputError(f"{path}: the state was made with {made_with}, and {gamma} (--gamma) is {config.num_speculative_tokens} here")
+    if gamma in stored:  # a config that names a draft has a number of drafts, given or not
+        if config.num_speculative_tokens not in (None, GAMMA, stored[gamma]):
+            raise InputError(f"{path}: the state was made with {made_with}, and {gamma} (--gamma) is {config.num_speculative_tokens} here")
+        taken[gamma] = stored[gamma]
     try:
         return dataclasses.replace(config, **taken)
     except InputError as error:
