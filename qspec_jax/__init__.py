@@ -32,7 +32,6 @@ _MODULES = {
     "qspec_jax.decoding.requests": ("Request",),
     "qspec_jax.decoding.saving": ("load_state", "save_state"),
     "qspec_jax.decoding.scoring": ("Score", "score"),
-    "qspec_jax.states.state": ("State",),
     "qspec_jax.drafts.registry": ("make_draft",),
     "qspec_jax.decoding.generate": ("Generation", "Piece", "Stats", "Stream", "generate", "stream"),
     "qspec_jax.errors": ("InputError",),

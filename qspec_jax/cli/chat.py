@@ -59,7 +59,7 @@ def chat(
         raise InputError(f"--file {next(name for name in names if names.count(name) > 1)} is given twice")
     documents = {name: read_text(path) for name, path in zip(names, file or [])}
     network, tokenizer = load(model, dtype, quiet=False, caches=[config.cache_config], silent_on_sampling=silent_on_sampling)
-    settings = dict(config=config, key=key_of(used_seed(seed, config)), system=system, documents=documents)
+    settings = dict(config=config, key=key_of(used_seed(seed, [config])), system=system, documents=documents)
     talk = Conversation(network, tokenizer, **settings)
     if state is not None:
         talk.load(state)

@@ -152,7 +152,7 @@ def prepare(
         if (samples := config.num_return_sequences) > 1:
             found = [dataclasses.replace(request, key=own) for request in found for own in sample_keys(request.key, samples)]
             states = states and tuple(state for state in states for _ in range(samples))
-    settings = dict(batch_size=batch_size, calibrate=calibrate, progress=progress, keyed=keyed)
+    settings = dict(batch_size=batch_size, calibrate=calibrate, progress=progress, keyed=keyed, reader=states[0].reader if states else None)
     prepared = completed(model, found, config=config, tokenizer=tokenizer, **settings)
     return dataclasses.replace(prepared, samples=samples, states=states)
 
@@ -167,6 +167,7 @@ def completed(
     calibrate: bool = False,
     progress: bool | None = None,
     keyed: bool = True,
+    reader: Reader | None = None,
 ) -> Prepared:
     """Completes the settings of requests and makes their draft, as `prepare` does once it has checked them.
 
@@ -174,6 +175,7 @@ def completed(
         model, config, tokenizer, batch_size, calibrate, progress: see `prepare`.
         found: requests that were checked one by one, such as lines (`jsonl.LineReader`).
         keyed: see `Prepared`.
+        reader: what has read the states that are continued, whose draft goes on; None: there are none.
 
     Raises:
         InputError: for requests that differ in a setting of `SHARED`, and as `prepare` does for the draft.
@@ -185,11 +187,11 @@ def completed(
     configs = resolve.resolve_auto_draft(model, configs, lengths, batch=min(batch_size or len(found), len(found)))
     if config.draft == AUTO:
         config = dataclasses.replace(config, **{name: getattr(configs[0], name) for name in ("draft", "num_speculative_tokens", "cache")})
-    draft = _made(model, configs, prompts if calibrate else None, progress) if states is None else states[0].reader.draft
+    draft = _made(model, configs, prompts if calibrate else None, progress) if reader is None else reader.draft
     for i, (length, each) in enumerate(zip(lengths, configs, strict=True)):
         check_draft_room(draft, f"prompt {i}", length, each.max_new_tokens)
     given = draft.chosen() if draft else ()
-    if states is None:
+    if reader is None:
         draft = resolve.resolve_prompt_settings(model, draft, configs, prompts)
     choices = draft.chosen() if draft and draft.chosen() != given else ()
     configs = resolve.fill_draft_costs(model, configs, lengths, draft)
