@@ -35,7 +35,7 @@ def prefill_command(
     dtype: DtypeOption = None,
     as_json: Json = False,
 ):
-    """Read a document once, and save the state from which generate and score go on."""
+    """Read a document once, and save what was read."""
     config = GenerationConfig(draft=draft, cache=cache, num_speculative_tokens=num_speculative_tokens, group_size=group_size)
     check_saves("--save", save, [file])
     text = read_text(file)
