@@ -25,7 +25,7 @@ from qspec_jax.decoding.chat import chat_tokens
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.conversation import Conversation
 from qspec_jax.decoding.generate import generate
-from qspec_jax.decoding.reading import prefill
+from qspec_jax.decoding.reading import extend, prefill
 from qspec_jax.decoding.scoring import score
 from qspec_jax.errors import InputError
 
@@ -76,14 +76,10 @@ def said(talk: Conversation, message: str) -> str:
     return "".join(talk.ask(message))
 
 
-def test_each_turn_is_read_onto_the_state_of_those_before(network, tokenizer, monkeypatch, caplog):
+def test_each_turn_is_read_onto_the_state_of_those_before(network, tokenizer, monkeypatch):
     """What is answered is what the target continues the whole conversation by, if it is read in the same parts."""
     talk, read = Conversation(network, tokenizer, config=CONFIG, system="Be short."), []
-    extended = "qspec_jax.decoding.conversation.extend"
-    monkeypatch.setattr(
-        extended, lambda state, ids, *, whole=sys.modules["qspec_jax.decoding.reading"].extend: read.append(ids) or whole(state, ids)
-    )
-    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("qspec_jax.decoding.conversation.extend", lambda state, ids: read.append(ids) or extend(state, ids))
     first = said(talk, "one two three")
     state = talk.state
     assert talk.answer.new_tokens == 6 and talk.answer.finish_reason == "length" and not read
@@ -92,7 +88,7 @@ def test_each_turn_is_read_onto_the_state_of_those_before(network, tokenizer, mo
     ids = chat_tokens(tokenizer, talk.messages[:-1])
     beginning = state if ids[: len(state)] == state.tokens.tolist() else state.trim(len(ids) - len(read[0]))
     assert beginning.tokens.tolist() + read[0] == ids and talk.answer.read_tokens == len(read[0]) < 40
-    again = generate(network, [sys.modules["qspec_jax.decoding.reading"].extend(beginning, read[0])], config=CONFIG, tokenizer=tokenizer)
+    again = generate(network, [extend(beginning, read[0])], config=CONFIG, tokenizer=tokenizer)
     assert second == again.text[0] == talk.messages[-1]["content"] and first == talk.messages[-3]["content"]
 
 
