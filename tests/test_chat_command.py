@@ -296,6 +296,7 @@ def test_scores_are_those_of_python(run, fails, talks, network, tokenizer, tmp_p
     fails([*score_of, "--file", document], "has one token")
 
 
+@pytest.mark.system
 def test_chat_in_a_terminal(talks, request):
     """Prompt signs; Ctrl-C ends an answer and keeps it; at the prompt it discards the line; Ctrl-D leaves."""
     terminal, other = pty.openpty()
@@ -307,7 +308,7 @@ def test_chat_in_a_terminal(talks, request):
 
     def read() -> None:
         nonlocal seen
-        assert select.select([terminal], [], [], 30)[0], seen
+        assert select.select([terminal], [], [], 120)[0], seen
         seen += os.read(terminal, 4096)
 
     def until(text: bytes) -> None:
