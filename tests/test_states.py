@@ -15,7 +15,7 @@ from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import generate, stream
-from qspec_jax.decoding.reading import APPENDED, extend, prefill
+from qspec_jax.decoding.reading import extend, prefill
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.sampling import prompt_keys, sample_keys
 from qspec_jax.decoding.saving import load_state, save_state
@@ -215,7 +215,6 @@ def test_memory_is_flat(model):
             sizes.add((len(jax.live_arrays()), pool.pages.size))
     del forks
     assert len(sizes) == 1 and pool.pages.reserved == len(state.pages)
-    assert APPENDED + 1 == 64
 
 
 @pytest.mark.parametrize("cache", ["int8", "full", "h2o:heavy=8,recent=8"])
@@ -283,3 +282,22 @@ def test_requests_that_share_a_prefix(model, draft, cache):
     alone = generate(model, straight, config=dataclasses.replace(requests[0].config, temperature=0.0))
     greedy = dataclasses.replace(requests[0], config=dataclasses.replace(requests[0].config, temperature=0.0))
     assert next(iter(run_batch(model, [greedy]))).token_ids == alone.token_ids[0]
+
+
+def test_states_whose_pages_an_interruption_has_lost_say_so(model, monkeypatch):
+    settings = config(model, "quantspec")
+    state = prefill(model, TEXT[:40], config=settings, room=60)
+
+    def interrupted(self, *arguments):
+        rounds(self, *arguments)
+        raise KeyboardInterrupt
+
+    rounds = Engine.rounds
+    monkeypatch.setattr(Engine, "rounds", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, state, config=settings)
+    monkeypatch.undo()
+    with pytest.raises(InputError, match="was lost when a run was interrupted"):
+        generate(model, state, config=settings)
+    again = prefill(model, TEXT[:40], config=settings, room=60)
+    assert len(generate(model, again, config=settings).token_ids[0]) == 12

@@ -31,7 +31,8 @@ from qspec_jax.states.state import Reader, Room, State
 
 ROOM = 4096  # tokens for which a state has room after its prompt, unless said otherwise
 GENERATED = 1024  # of these, tokens that are generated, by which drafts with a cache of their own measure their memory
-APPENDED = 63  # the minimum number of tokens that a pass may append besides one: what is read later goes through the model 64 at a time
+# How many tokens at a time go through the model when more are read, by backend, and on others. On a GPU the kernels of attention take 16.
+TOGETHER, TOGETHER_ELSEWHERE = {"gpu": 16}, 64
 
 
 def prefill(model: Llama, prompt: Any, *, config: GenerationConfig | None = None, tokenizer: Any = None, room: int | None = None) -> State:
@@ -116,7 +117,7 @@ def _reader(prepared: Prepared) -> Reader:
     reader = Reader(model, prepared.draft, cache, settings)
     if not cache.pools:
         return reader
-    empty = jax.eval_shape(lambda: _empty(reader, Room(0, 1, 0, APPENDED)))
+    empty = jax.eval_shape(lambda: _empty(reader, Room(0, 1, 0, 0)))
     return dataclasses.replace(reader, pool=Pool.of((id(model), cache, str(model.dtype)), empty))
 
 
@@ -146,8 +147,9 @@ def room_for(reader: Reader, tokens: int, more: int) -> Room:
         most = min(most, reader.draft.max_length)
     more = max(1, min(more, most - tokens))
     text, gamma = bucket(tokens + more), max_drafts(reader.model, config_of(reader))
-    extra = 0 if reader.draft is None else reader.draft.extra_rows
-    return Room(text, text + bucket(min(more, GENERATED)), gamma, max(gamma + extra, APPENDED))
+    of_round = gamma + (0 if reader.draft is None else reader.draft.extra_rows)
+    appended = max(of_round, TOGETHER.get(jax.default_backend(), TOGETHER_ELSEWHERE) - 1)
+    return Room(text, text + bucket(min(more, GENERATED)), gamma, appended)
 
 
 def extend(state: State, prompt: Any, *, tokenizer: Any = None) -> State:

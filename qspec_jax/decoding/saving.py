@@ -1,7 +1,6 @@
 """States in files: saved with what identifies model, draft and cache, and loaded for the same ones only."""
 
 import dataclasses
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +140,6 @@ def _identity(reader: Reader) -> dict[str, Any]:
     config = reader.model.config
     return {
         "format": FORMAT,
-        "version": version("qspec-jax"),
         "model": f"{config.num_layers} layers of {config.hidden_size}",
         "dtype": str(reader.model.dtype),
         "rope": f"{config.rope}, {config.max_position_embeddings} positions",

@@ -15,6 +15,7 @@ from jaxtyping import Array, Int
 
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Planes
 from qspec_jax.caches.hierarchical import HierarchicalCache
+from qspec_jax.errors import InputError
 from qspec_jax.states.pages import HeldPages, PagePool
 
 Groups = tuple[tuple[Planes, Planes], ...]  # keys and values of each layer's pages
@@ -34,10 +35,15 @@ class Pool:
 
     @classmethod
     def of(cls, key: Hashable, cache: HierarchicalCache) -> "Pool":
-        """The pool with this key, which is made if no state uses it. cache: see the class."""
-        if (pool := _pools.get(key)) is None:
+        """The pool with this key, which is made if no state uses it, or if its arrays are lost. cache: see the class."""
+        if (pool := _pools.get(key)) is None or pool.lost:
             pool = _pools[key] = cls(cache)
         return pool
+
+    @property
+    def lost(self) -> bool:
+        """Whether a program that was interrupted has consumed the arrays."""
+        return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.groups))
 
     @property
     def num_bytes(self) -> int:
@@ -88,7 +94,11 @@ class Pool:
         """A cache with the pool's arrays, which a program may consume; `take_back` has to be given the cache that it returns.
 
         cache: rows of the pool, without groups, with their table.
+
+        Raises InputError where a program that was interrupted has consumed the arrays, so that the states are lost.
         """
+        if self.lost:
+            raise InputError("what these states share was lost when a run was interrupted; read their text again, or load the states")
         layers = (HierarchicalLayer(*groups, layer.buffer) for groups, layer in zip(self.groups, cache.layers, strict=True))
         return dataclasses.replace(cache, layers=tuple(layers))
 
