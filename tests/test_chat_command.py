@@ -20,6 +20,7 @@ from checkpoints import hf_config, write_checkpoint
 from qspec_jax import demo
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
+from qspec_jax.cli import process
 from qspec_jax.cli.process import CtrlC, CtrlCAtPrompt
 from qspec_jax.decoding.chat import chat_tokens
 from qspec_jax.decoding.config import GenerationConfig
@@ -209,7 +210,8 @@ def test_chat_is_refused(fails, talks, directory, tmp_path):
     fails([*chat, "--logprobs"], "--logprobs and --top-logprobs are for generate --json")
 
 
-def test_ctrl_c_at_work_and_at_the_prompt():
+def test_ctrl_c_at_work_and_at_the_prompt(monkeypatch):
+    monkeypatch.setattr(process, "_received", [])  # what ends a process changes how it takes later signals
     before = signal.getsignal(signal.SIGINT)
     with CtrlC() as ctrl_c:
         signal.raise_signal(signal.SIGINT)
@@ -302,8 +304,8 @@ def test_chat_in_a_terminal(talks, request):
     terminal, other = pty.openpty()
     options = ["--draft", "none", "--ignore-eos", "--max-new-tokens", "300"]
     command = [sys.executable, "-m", "qspec_jax.cli", "chat", "--model", talks, *options]
-    process = subprocess.Popen(command, stdin=other, stdout=other, stderr=other)
-    request.addfinalizer(lambda: (process.kill(), process.wait()))
+    started = subprocess.Popen(command, stdin=other, stdout=other, stderr=other)
+    request.addfinalizer(lambda: (started.kill(), started.wait()))
     seen = b""
 
     def read() -> None:
@@ -322,17 +324,17 @@ def test_chat_in_a_terminal(talks, request):
     until(b"hello\r\n")
     while len(seen) < 10:
         read()
-    process.send_signal(signal.SIGINT)
+    started.send_signal(signal.SIGINT)
     until(b"ended by Ctrl-C]")
     until(b"> ")
     os.write(terminal, b"half a line")
     until(b"half a line")
     time.sleep(0.3)  # readline shows a line before it waits for the next key or signal
-    process.send_signal(signal.SIGINT)
+    started.send_signal(signal.SIGINT)
     until(b"> ")
     os.write(terminal, b"/what\n")
     until(b"/what is no command")
     until(b"> ")
     os.write(terminal, b"\x04")
-    assert process.wait(30) == 0
+    assert started.wait(30) == 0
     os.close(terminal), os.close(other)

@@ -27,7 +27,7 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.limits import make_limits
-from qspec_jax.decoding.prefill import BEGIN, END
+from qspec_jax.decoding.prefill import BEGIN, END, START
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.drafts import make_draft
 from qspec_jax.errors import InputError
@@ -227,8 +227,8 @@ def test_a_draft_begins_with_one_layer_at_a_time(cache, draft, resident):
     engine = Engine.for_configs(model, make_draft(draft, model), [config], prompt_tokens=256)
     keys = prompt_keys(jax.random.key(0), 1)
     prefill = engine.prefill_of(random_prompts([200]), make_sampler(config), keys, make_limits(model, config))
-    begin, *parts, end = prefill.calls()
-    assert (begin.program, end.program) == (BEGIN, END) and len(parts) == 1
+    begin, *parts, end, start = prefill.calls()
+    assert (begin.program, end.program, start.program) == (BEGIN, END, START) and len(parts) == 1
     Compiled.forget()  # so that the one program that is held is the one traced here
     end.shapes()
     (program,) = END.programs.values()
