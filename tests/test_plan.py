@@ -130,6 +130,14 @@ def test_an_outline_of_a_cache_has_the_bytes_of_the_real_cache(kind, config, gro
     cache, sizes = CacheConfig(kind, group_size if kind == "int8" else None), dict(batch=3, capacity=capacity)
     real = jax.eval_shape(lambda: cache.empty(config, **sizes, num_speculative_tokens=5, dtype=jnp.bfloat16))
     assert 3 * cache.outline(config, capacity, 5).num_bytes == real.num_bytes
+    heads, H = config.num_layers * config.num_kv_heads, config.head_dim
+    per_token = 2 * 2 * heads * H  # keys and values in bfloat16
+    by_hand = per_token * (capacity + 6)
+    if kind == "int8":  # both planes take a byte a number; a scale and a zero in bfloat16 for each channel of keys and token of values
+        G = cache.group_size_for(H)
+        groups = max(0, capacity // G - 1)
+        by_hand = per_token * (2 * G + 6) + groups * heads * (2 * G * H + 2 * (H + G) * 2)
+    assert kind not in ("full", "int8") or cache.outline(config, capacity, 5).num_bytes == by_hand
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 255, 256, 4096, 4223, 4224])
