@@ -5,7 +5,7 @@ Separate kernels would leave the memory idle whenever one ends and the next begi
 
 Blocks wait for what others hand over (docs/kernels/fused-layer.md). They draw their work in the order in which
 it can be done (matmul/mosaic_block.py). So however few blocks run at once, all come to an end, and launches that do not depend on each
-other may run at the same time on one device. Where a model is divided over devices, they add up within the launch what each of them finds
+other may run at the same time on one device. Where a model is divided over devices, these add their partial sums within the launch
 (matmul/mosaic_exchange.py).
 """
 

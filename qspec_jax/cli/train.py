@@ -35,7 +35,7 @@ def train_benchmark_model(
     output: Annotated[Path, typer.Option(help="Directory of the run, which in the end is a checkpoint; it takes 8 GB.")],
     minutes: Annotated[float, typer.Option(min=0, max=10_000, help="Time of all training steps; compiling and saving come on top.")] = 10,
     segment_minutes: Annotated[
-        float, typer.Option(min=0, max=10_000, help="Time of this call, all in all; call again until it is completed.")
+        float, typer.Option(min=0, max=10_000, help="Time of this call until the state is saved; call again until it is completed.")
     ] = 7.5,
     steps: Steps = 0,
     needles: Annotated[

@@ -83,7 +83,7 @@ NO_LAYERS = Skipped()
 
 
 class Deferred:
-    """Layers that are still to be chosen for the prompts (`decoding.skip_search`). Any use of them raises InputError."""
+    """Layers that are still to be chosen for the prompts (`decoding.skip_search`). `check` passes; any other use raises InputError."""
 
     def check(self, layers: int) -> None:
         """Checks nothing yet."""
