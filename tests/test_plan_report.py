@@ -47,7 +47,7 @@ def test_a_tuned_configuration_is_found_by_the_kernels_own_problem(monkeypatch):
 
 def test_a_tuned_configuration_counts_for_its_own_problem():
     """On an H200 INT8 attention of 7 tokens with 8 KV heads was tuned for one row in groups of 128. Other batches and group sizes get the
-    default's figure, so that verifying more tokens never takes less time; and one row is told which passes were tuned."""
+    default's figure, so that verifying more tokens never takes less time; and a note for one row says which passes were tuned."""
     h200, layer = DEVICES["h200"], LayerReads(2, 1 << 17, 200)
     counts = lambda group_size, **sizes: timing.attention_cost(h200, LLAMA_8B, layer, group_size, **sizes).counts
     found = [counts(128, tokens=7), counts(64, tokens=7), counts(128, tokens=7, batch=8), counts(128, tokens=1)]

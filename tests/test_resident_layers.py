@@ -91,7 +91,7 @@ def test_host_memory_that_is_left(monkeypatch, tmp_path):
 
 
 def test_xlas_pool_of_host_memory(monkeypatch):
-    """On a GPU it has 64 GiB, or less if less is free, unless it is told; that is believed, also where Linux shows less."""
+    """On a GPU it has 64 GiB, or less if less is free, unless a number is given, which is believed also where Linux shows less."""
     monkeypatch.delenv(host.POOL_LIMIT, raising=False)
     large = lambda: refused("full:host=all", 80 << 30)
     for backend, free, room in (("cpu", 100, None), ("cpu", 70, 70), ("gpu", 100, 64), ("gpu", 50, 50)):

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from runs import random_model, random_prompts
 
-from pallas_kernels.formats.views import BOTH_PLANES
+from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import generate, stream
+from qspec_jax.decoding.prepare import prepare
 from qspec_jax.decoding.reading import extend, prefill
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.sampling import prompt_keys, sample_keys
@@ -219,7 +220,7 @@ def test_memory_is_flat(model):
 
 @pytest.mark.parametrize("cache", ["int8", "full", "h2o:heavy=8,recent=8"])
 def test_scores_of_continuations_are_those_of_one_by_one_decoding(model, cache):
-    """Of a state without and with a pending token; each as if it were alone."""
+    """Of a state without and with a pending token; each is that of the continuation alone."""
     settings = config(model, cache=cache, max_new_tokens=2)
     state = prefill(model, TEXT[: 2 * G + 3], config=settings, room=200)
     after = generate(model, state, config=settings).states[0]
@@ -301,3 +302,39 @@ def test_states_whose_pages_an_interruption_has_lost_say_so(model, monkeypatch):
         generate(model, state, config=settings)
     again = prefill(model, TEXT[:40], config=settings, room=60)
     assert len(generate(model, again, config=settings).token_ids[0]) == 12
+
+
+def test_a_pool_that_grows_while_a_stream_waits(model):
+    """What others read between two pieces changes nothing."""
+    settings = config(model, "quantspec", max_new_tokens=24)
+    state = prefill(model, TEXT[:40], config=settings, room=60)
+    expected, size = generate(model, state, config=settings).token_ids[0], state.reader.pool.pages.size
+    pieces = stream(model, state, config=settings)
+    found, others = list(next(pieces).token_ids), []
+    while state.reader.pool.pages.size == size:
+        others.append(prefill(model, TEXT, config=settings, room=60))
+    assert found + [token for piece in pieces for token in piece.token_ids] == expected
+
+
+def test_what_states_and_prefixes_are_refused_for(model):
+    settings = config(model, "quantspec", max_new_tokens=4)
+    state = prefill(model, TEXT[:40], config=settings)
+    with pytest.raises(InputError, match="states are continued by `generate` and `stream`"):
+        run_batch(model, prepare(model, [state], config=settings))
+    for prefix in (-1, 6):
+        with pytest.raises(InputError, match=f"prompt 0 has 5 tokens, and prefix {prefix} should be from 0 to that"):
+            run_batch(model, [Request(TEXT[:5], settings, jax.random.key(0), prefix=prefix)])
+    with pytest.raises(InputError, match="view is for requests without a prefix"):
+        run_batch(model, [Request(TEXT[:5], settings, jax.random.key(0), prefix=2)], view=UPPER_PLANE)
+
+
+def test_nothing_is_read_across_the_switch_to_long_rope_factors(model, monkeypatch):
+    """Keys before it have the short factors: a state that has them is not extended over it, in no way."""
+    monkeypatch.setattr(type(model.config), "short_length", 64)  # as of Phi-3
+    settings = GenerationConfig(draft="none", cache="int8", group_size=G, max_new_tokens=4)
+    state = prefill(model, TEXT[:60], config=settings)
+    assert len(extend(state, TEXT[60:64])) == 64
+    shared = Request(TEXT[:70], settings, jax.random.key(0), prefix=60)
+    for read in (lambda: extend(state, TEXT[60:65]), lambda: score(state, [TEXT[60:65]]), lambda: run_batch(model, [shared])):
+        with pytest.raises(InputError, match="cross the 64 tokens"):
+            read()

@@ -237,6 +237,11 @@ class PooledCache(Cache):
     def groups(self) -> int:
         """Capacity of the quantized region of a row, in groups."""
 
+    @property
+    @abc.abstractmethod
+    def num_pages(self) -> int | None:
+        """The size of the pool; None if each row has its own memory."""
+
     @abc.abstractmethod
     def pooled(self, batch: int, pages: int) -> Self:
         """An empty batch of rows with the capacity of this cache's, which share a pool of `pages` pages, page 0 included."""

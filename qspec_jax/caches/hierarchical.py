@@ -61,6 +61,10 @@ class HierarchicalCache(PooledCache):
         return self._layer(0).groups
 
     @property
+    def num_pages(self) -> int | None:
+        return None if self.pages is None else self.layers[0].keys.upper.shape[0]
+
+    @property
     def capacity(self) -> int:
         return self.groups * self.group_size + self.layers[0].buffer.keys.shape[2]
 

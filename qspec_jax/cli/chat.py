@@ -164,7 +164,8 @@ class _Chat:
             if sys.stdout.isatty():
                 return input(SIGN)
             _print(SIGN)
-            return sys.stdin.readline().rstrip("\n") or None
+            line = sys.stdin.readline()
+            return line.rstrip("\n") if line else None
         except EOFError:
             _print("\n")
             return None

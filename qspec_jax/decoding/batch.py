@@ -93,6 +93,8 @@ def run_batch(
         if not requests or not all(isinstance(request, Request) for request in requests):
             raise InputError("requests should be a list with at least one Request")
         prepared = prepare(model, requests, tokenizer=tokenizer, batch_size=batch_size or ROWS_OF_AUTO)
+    if prepared.states is not None:
+        raise InputError("states are continued by `generate` and `stream`; a batch reads prompts")
     if strategy is not make_sampler and not prepared.keyed:
         raise InputError("a strategy of your own draws, so `prepare` should be given a key, such as jax.random.key(0)")
     cache = prepared.configs[0].cache_config
@@ -103,6 +105,8 @@ def run_batch(
     settings = dict(refill=refill, strategy=strategy, view=view)
     alone = devices is None or (len(devices) == 1 and data_parallel.is_at((model, prepared.draft), devices[0]))
     if any(request.prefix for request in prepared.requests):
+        if view != BOTH_PLANES:
+            raise InputError("view is for requests without a prefix; leave it, or the prefixes, out")
         if not alone:
             raise InputError("requests with a prefix are decoded on one device; leave devices out, or the prefixes")
         return BatchRun(_with_shared(prepared, rows, stats, settings), stats)

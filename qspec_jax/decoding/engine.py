@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from pallas_kernels.formats.views import BOTH_PLANES, View
+from qspec_jax.caches.cache import PooledCache
 from qspec_jax.decoding.adaptive import Adaptive
 from qspec_jax.decoding.compiled import Call, Compiled, rounded_up
 from qspec_jax.decoding.config import GenerationConfig, beside_draft
@@ -197,7 +198,7 @@ class Engine:
         # Shapes alone do not say how the loop's draft is divided over a mesh.
         lazy = lazy and mesh_of(self.target) is None
         draft = jax.eval_shape(lambda draft: draft and draft.in_loop(), self.draft) if lazy else self.draft_in_loop
-        return Call(program, (self.target, draft, sampler, state, limits, *more))
+        return Call(program, (self.target, draft, sampler, state, limits, *more), variant=_pages_of(state))
 
     # Running them -------------------------------------------------------------------------------------------------------
 
@@ -279,7 +280,7 @@ class Engine:
 
     def compile_rounds(self, state: DecodeState, sampler: Sampler, limits: Limits) -> None:
         """Compiles the program of `rounds`, so that compiling is timed apart from running."""
-        if (DECODE, None) not in self._executables:
+        if (DECODE, _pages_of(state)) not in self._executables:
             self._executable(self.rounds_call(state, sampler, limits))
             jax.block_until_ready(self.draft_in_loop)
 
@@ -355,6 +356,11 @@ class Engine:
             self._on_compile(seconds)
             self.compile_s += seconds
         return self._executables[call.key]
+
+
+def _pages_of(state: DecodeState) -> int | None:
+    """The size of the pool of a state's rows, which can grow between calls; None without a pool."""
+    return state.cache.num_pages if isinstance(state.cache, PooledCache) else None
 
 
 def _check_unused(state: DecodeState) -> None:

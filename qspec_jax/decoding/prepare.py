@@ -20,7 +20,15 @@ from qspec_jax.decoding.chat import with_chats
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.keys import key_of
-from qspec_jax.decoding.requests import Request, check_draft_room, check_settings, checked_prompt, checked_prompts, with_tokenizer
+from qspec_jax.decoding.requests import (
+    Request,
+    check_draft_room,
+    check_length,
+    check_settings,
+    checked_prompt,
+    checked_prompts,
+    with_tokenizer,
+)
 from qspec_jax.decoding.sampling import prompt_keys, sample_keys
 from qspec_jax.drafts.draft import Draft, check_made_for
 from qspec_jax.drafts.registry import AUTO, make_draft
@@ -273,6 +281,10 @@ def _checked_requests(model: Llama, requests: Sequence[Request], tokenizer: Any)
         if request.config.num_return_sequences > 1:
             raise InputError("num_return_sequences is for `generate`; in a batch, give a request for each sample")
         tokens = checked_prompt(model, request.tokens, request.config, tokenizer, name=f"prompt {i}")
+        if not 0 <= request.prefix <= len(tokens):
+            raise InputError(f"prompt {i} has {len(tokens)} tokens, and prefix {request.prefix} should be from 0 to that")
+        if request.prefix:
+            check_length(model, f"the prefix of prompt {i}", request.prefix, len(tokens) - request.prefix + request.config.max_new_tokens)
         checked.append(dataclasses.replace(request, tokens=tokens))
     return checked
 

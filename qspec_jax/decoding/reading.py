@@ -148,8 +148,12 @@ def room_for(reader: Reader, tokens: int, more: int) -> Room:
     more = max(1, min(more, most - tokens))
     text, gamma = bucket(tokens + more), max_drafts(reader.model, config_of(reader))
     of_round = gamma + (0 if reader.draft is None else reader.draft.extra_rows)
-    appended = max(of_round, TOGETHER.get(jax.default_backend(), TOGETHER_ELSEWHERE) - 1)
-    return Room(text, text + bucket(min(more, GENERATED)), gamma, appended)
+    return Room(text, text + bucket(min(more, GENERATED)), gamma, max(of_round, together() - 1))
+
+
+def together() -> int:
+    """How many tokens go through the model at a time."""
+    return TOGETHER.get(jax.default_backend(), TOGETHER_ELSEWHERE)
 
 
 def extend(state: State, prompt: Any, *, tokenizer: Any = None) -> State:
@@ -169,8 +173,13 @@ def extend(state: State, prompt: Any, *, tokenizer: Any = None) -> State:
     config = GenerationConfig(max_new_tokens=1)
     more = checked_prompt(state.reader.model, continuation_ids(prompt, tokenizer), config, name="the text")
     tokens = np.concatenate([state.tokens, np.array(more, np.int32)])
-    check_length(state.reader.model, "the state with the text", len(tokens), 1)
+    check_reads(state, "the text", len(more))
     return read_to(state, tokens, len(tokens))
+
+
+def check_reads(state: State, name: str, tokens: int) -> None:
+    """Raises InputError if a state cannot read `tokens` tokens more and one new one. name: what the message calls these tokens."""
+    check_length(state.reader.model, f"the state with {name}", len(state), tokens + 1)
 
 
 def continuation_ids(prompt: Any, tokenizer: Any) -> Any:
@@ -282,7 +291,7 @@ class Rows:
         before = Extended(self.lent(self.cache), self.draft, self.logits, self.queries)
         args = reader.target, begins, before, _int32(self.num_queries), jnp.asarray(text), _int32(cached)
         new = [end - state.cached for end, state in zip(cached, states, strict=True)]
-        program, _ = EXTEND.compile(*args, room=self.room, width=min(rounded_up(max(new)), self.room.appended + 1))
+        program, _ = EXTEND.compile(*args, room=self.room, width=min(rounded_up(max(new)), self.room.appended + 1, together()))
         found, scored = program(*args)
         self.cache, self.draft, self.logits, self.queries = self.taken_back(found.cache), found.draft, found.logits, found.queries
         if self.queries:

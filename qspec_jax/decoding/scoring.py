@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.reading import ROOM, continuation_ids, joined, room_for, with_room
-from qspec_jax.decoding.requests import check_length, checked_prompt
+from qspec_jax.decoding.reading import ROOM, check_reads, continuation_ids, joined, room_for, with_room
+from qspec_jax.decoding.requests import checked_prompt
 from qspec_jax.errors import InputError
 from qspec_jax.states.state import State
 
@@ -57,7 +57,7 @@ def score(state: State, continuations: Sequence[Any], *, tokenizer: Any = None) 
     rows = []
     for i, continuation in enumerate(continuations):
         ids = checked_prompt(model, continuation_ids(continuation, tokenizer), config, name=f"continuation {i}")
-        check_length(model, f"the state with continuation {i}", len(state) + len(ids), 1)
+        check_reads(state, f"continuation {i}", len(ids))
         rows.append(ids)
     longest = max((len(state) + len(ids) for ids in rows), default=0)
     if longest > state.room.text:

@@ -36,10 +36,10 @@ def write(path: Path, header: Mapping[str, Any], arrays: Mapping[str, jax.Array]
         InputError: if it cannot be written.
     """
     metadata = {HEADER: json.dumps(header), CHECKSUM: _ZEROS}
-    with writing(path, SafetensorError), whole_file(path) as draft:
-        save_file(dict(arrays), draft, metadata)
-        digest, at = _digest(draft)
-        with draft.open("r+b") as file:
+    with writing(path, SafetensorError), whole_file(path) as unfinished:
+        save_file(dict(arrays), unfinished, metadata)
+        digest, at = _digest(unfinished)
+        with unfinished.open("r+b") as file:
             file.seek(at)
             file.write(digest.encode())
             file.flush()
