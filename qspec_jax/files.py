@@ -114,8 +114,8 @@ def output_to(path: Path | None) -> Iterator[Callable[[str], object]]:
         check_writable(path)
         text = io.StringIO()
         yield text.write
-        with whole_file(path) as draft:
-            draft.write_text(text.getvalue(), encoding="utf-8", errors="backslashreplace")
+        with whole_file(path) as unfinished:
+            unfinished.write_text(text.getvalue(), encoding="utf-8", errors="backslashreplace")
 
 
 def _check_standard_output() -> None:
@@ -156,12 +156,12 @@ def whole_file(path: Path) -> Iterator[Path]:
     _remove_unfinished(path)
     with _folder_beside(path) as folder:
         ordinary = (folder / UNFINISHED).stat().st_mode
-        draft = folder / path.name
-        yield draft
+        unfinished = folder / path.name
+        yield unfinished
         mode = (path.stat().st_mode if path.exists() else ordinary) & 0o777
-        if draft.stat().st_mode & 0o777 != mode:  # some file systems have no permissions
-            draft.chmod(mode)
-        os.replace(draft, path)
+        if unfinished.stat().st_mode & 0o777 != mode:  # some file systems have no permissions
+            unfinished.chmod(mode)
+        os.replace(unfinished, path)
 
 
 @contextlib.contextmanager
@@ -180,14 +180,14 @@ def whole_folder(directory: Path, check: Callable[[], None]) -> Iterator[Path]:
     _remove_unfinished(directory)
     check()
     with _folder_beside(directory) as folder:
-        draft = folder / directory.name
-        draft.mkdir()
-        yield draft
+        unfinished = folder / directory.name
+        unfinished.mkdir()
+        yield unfinished
         check()
         if directory.exists():
             (folder / OLD).mkdir()
             os.replace(directory, folder / OLD / directory.name)
-        os.replace(draft, directory)
+        os.replace(unfinished, directory)
 
 
 @contextlib.contextmanager
@@ -227,13 +227,13 @@ def _remove(folder: Path, place: Path) -> None:
     A directory that was to be replaced goes back to its place unless the new one is there. The marker is removed last, so that a folder
     that cannot be removed stays marked.
     """
-    draft, old = folder / place.name, folder / OLD / place.name
-    if old.exists() and draft.exists():
+    unfinished, old = folder / place.name, folder / OLD / place.name
+    if old.exists() and unfinished.exists():
         os.replace(old, place)  # fails if something else is there now
-    if draft.is_file():
+    if unfinished.is_file():
         with contextlib.suppress(OSError):
-            draft.unlink()
-    shutil.rmtree(draft, ignore_errors=True)
+            unfinished.unlink()
+    shutil.rmtree(unfinished, ignore_errors=True)
     shutil.rmtree(folder / OLD, ignore_errors=True)
     if folder.exists() and {path.name for path in folder.iterdir()} <= {UNFINISHED, UNLOCKED}:
         shutil.rmtree(folder, ignore_errors=True)
@@ -259,8 +259,8 @@ def real(path: Path) -> Path:
 
 def write_json(path: Path, value: Any) -> None:
     """Writes a file of indented JSON, whole or not at all. Raises OSError."""
-    with whole_file(path) as draft:
-        draft.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    with whole_file(path) as unfinished:
+        unfinished.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def to_json(value: Any) -> str:

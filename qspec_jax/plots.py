@@ -54,5 +54,5 @@ def context_axis(axes, contexts: Sequence[int]) -> None:
 
 def save(figure, path: Path) -> None:
     """Writes a matplotlib figure, whole or not at all. Raises InputError if the file cannot be written."""
-    with writing(f"--plot {path}"), whole_file(path) as draft:
-        figure.savefig(draft, dpi=150)
+    with writing(f"--plot {path}"), whole_file(path) as unfinished:
+        figure.savefig(unfinished, dpi=150)

@@ -16,8 +16,8 @@ _KILLED = """
 import os, signal, sys
 from pathlib import Path
 from qspec_jax.files import whole_file
-with whole_file(Path(sys.argv[1])) as draft:
-    draft.write_bytes(b"half")
+with whole_file(Path(sys.argv[1])) as unfinished:
+    unfinished.write_bytes(b"half")
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -29,13 +29,13 @@ def names(folder) -> list[str]:
 def test_a_file_is_whole_or_what_it_was(tmp_path):
     path = tmp_path / "file.bin"
     for before in (None, b"first"):
-        with pytest.raises(KeyboardInterrupt), whole_file(path) as draft:
-            draft.write_bytes(b"half")
-            assert draft.suffix == ".bin" and (path.read_bytes() if before else path.exists()) == (before or False)
+        with pytest.raises(KeyboardInterrupt), whole_file(path) as unfinished:
+            unfinished.write_bytes(b"half")
+            assert unfinished.suffix == ".bin" and (path.read_bytes() if before else path.exists()) == (before or False)
             raise KeyboardInterrupt
         assert names(tmp_path) == ["file.bin"] * (before is not None)
-        with whole_file(path) as draft:
-            draft.write_bytes(b"first" if before is None else b"second")
+        with whole_file(path) as unfinished:
+            unfinished.write_bytes(b"first" if before is None else b"second")
     assert path.read_bytes() == b"second" and names(tmp_path) == ["file.bin"]
     with pytest.raises(FileNotFoundError), whole_file(tmp_path / "no" / "file"):
         pytest.fail("there is no such folder")
@@ -53,9 +53,9 @@ def test_removing_goes_on_after_an_interruption(tmp_path, monkeypatch):
         remove(*args, **settings)
 
     monkeypatch.setattr(shutil, "rmtree", once_interrupted)
-    with pytest.raises(KeyboardInterrupt), whole_folder(tmp_path / "folder", lambda: None) as draft:
-        (draft / "half").write_text("half")
-        assert half_written == {draft.parent}
+    with pytest.raises(KeyboardInterrupt), whole_folder(tmp_path / "folder", lambda: None) as unfinished:
+        (unfinished / "half").write_text("half")
+        assert half_written == {unfinished.parent}
         raise OSError("no space")
     assert interrupted and not names(tmp_path) and not half_written
 
@@ -86,20 +86,20 @@ def test_links_permissions_and_devices(tmp_path):
     loop.symlink_to(loop)
     old = os.umask(0o027)
     try:
-        with whole_file(link) as draft:
-            draft.touch(0o600)  # as safetensors does
+        with whole_file(link) as unfinished:
+            unfinished.touch(0o600)  # as safetensors does
     finally:
         os.umask(old)
     assert link.is_symlink() and target.stat().st_mode & 0o777 == 0o640
     target.chmod(0o604)
-    with whole_file(link) as draft:
-        draft.touch()
+    with whole_file(link) as unfinished:
+        unfinished.touch()
     assert link.is_symlink() and target.stat().st_mode & 0o777 == 0o604
     with pytest.raises(InputError, match="a loop of symbolic links"), whole_file(loop):
         pytest.fail("it leads nowhere")
     os.mkfifo(fifo)
-    with whole_file(fifo) as draft:
-        assert draft == fifo
+    with whole_file(fifo) as unfinished:
+        assert unfinished == fifo
     assert fifo.is_fifo() and names(tmp_path) == ["fifo", "link", "loop", "target"]
 
 
@@ -110,8 +110,8 @@ def test_the_longest_names_a_file_can_have(tmp_path):
         with output_to(path) as write:
             write("text")
         assert path.read_text() == "text"
-        with whole_folder(tmp_path / ("b" * length), lambda: None) as draft:
-            (draft / "file").touch()
+        with whole_folder(tmp_path / ("b" * length), lambda: None) as unfinished:
+            (unfinished / "file").touch()
     before = names(tmp_path)
     assert len(before) == 6
     deep = tmp_path / "d"
@@ -137,8 +137,8 @@ def test_what_would_be_read_and_replaced(tmp_path):
 
 def test_a_folder_called_as_the_marker(tmp_path):
     """Whatever its name is, and in a folder that is itself being written."""
-    with whole_folder(tmp_path / "out", lambda: None) as outer, whole_file(outer / UNFINISHED) as draft:
-        draft.write_bytes(b"x")
+    with whole_folder(tmp_path / "out", lambda: None) as outer, whole_file(outer / UNFINISHED) as unfinished:
+        unfinished.write_bytes(b"x")
     assert names(tmp_path) == ["out"] and names(tmp_path / "out") == [UNFINISHED]
 
 

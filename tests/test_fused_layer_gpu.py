@@ -129,8 +129,8 @@ def meeting(wait):
     """A wait after which the lanes of the warp meet: the compiler then orders the instructions behind it otherwise. Not where a single lane
     waits, which would wait for the others forever."""
 
-    def wait_and_meet(arrival, parity):
-        wait(arrival, parity)
+    def wait_and_meet(barrier, parity):
+        wait(barrier, parity)
         if sys._getframe(1).f_code.co_name != "following":
             ptx.synchronize(None, 1)
 
@@ -272,6 +272,13 @@ def test_takes_no_other_arguments(monkeypatch, change, reason):
     for place, value in change.items():
         args[place] = value
     assert reason in mosaic_gpu.unsupported(arguments(*args))
+
+
+def test_takes_no_more_pieces_than_registers_hold(monkeypatch):
+    monkeypatch.setattr(mosaic_gpu, "no_mosaic_gpu", lambda: None)
+    taken, refused = (arguments(*random_layer(4224, 128, 128, (128,), rows)) for rows in (4, 5))
+    assert mosaic_gpu.unsupported(taken) is None
+    assert "up to 8 pieces of x in a thread's registers, and 5 rows of width 4224 have 10" in mosaic_gpu.unsupported(refused)
 
 
 def test_which_devices_it_adds_up_over(monkeypatch):

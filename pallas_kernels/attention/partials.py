@@ -54,14 +54,14 @@ def log_shares(
     Logits are read once. With a logsumexp, which looks for the largest first, XLA would read them twice.
 
     Args:
-        logits: of the h query heads of each KV head, with the tokens in codes; to base 2, as all others.
+        logits: of the h query heads of each KV head, with the tokens in codes; to base 2, as `replaced_logits` and `log_totals` are.
         replaced_logits: with the replaced tokens.
         log_totals: results of `log_total`, of R query rows, of which the last h are the last token's.
         quantized: of a row, the number of its tokens in codes.
         positions: of the replaced tokens; -1: none.
     """
-    B, K, S, N = logits.shape
-    whole = log_totals.reshape(B, K, 1, -1)[..., -N:]
+    B, K, S, heads = logits.shape
+    whole = log_totals.reshape(B, K, 1, -1)[..., -heads:]
 
     def share(logits: Array) -> Array:
         return jnp.log(jnp.exp2(jnp.maximum(logits - whole, MIN_LOG_SHARE)).sum(-1))

@@ -1,4 +1,4 @@
-"""Everything in a layer between its attention and the next layer's."""
+"""Everything between a layer's attention and the next layer's."""
 
 from collections.abc import Mapping, Sequence
 
@@ -40,7 +40,7 @@ def between_attentions(
         following_norm: the next layer's; None for the last layer.
         following: the weights of the next layer's projections; empty for the last layer.
         handoff: the buffer that the call for the layer before returned, which saves this one a launch; None before the first. Only the
-            kernel knows what it holds. It is consumed: no other call may be given it. The reference returns what it was given.
+            kernel knows what it holds. It is consumed: no other call may be given it.
         eps: of both norms.
         biases: bias vectors by projection: "o", "gate", "up", "down". Those of `following` are the caller's to add.
         axis: of the mesh over whose devices the heads and the columns of the MLP are divided, within `jax.shard_map`. The results of `o`
@@ -48,7 +48,8 @@ def between_attentions(
 
     Returns:
         The new residual stream, the outputs of `following` one after the other in the last axis, and the handoff buffer for the next
-        layer's call. Without `following`: the stream before the MLP, and what the MLP adds to it.
+        layer's call; the reference returns the one that it was given, so None if none was. Without `following`, the first two are the
+        stream before the MLP, and what the MLP adds to it.
 
     Raises:
         ValueError: `following` or its norm is missing without the other, or a bias is of no such projection.

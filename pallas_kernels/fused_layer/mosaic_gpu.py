@@ -25,11 +25,11 @@ from pallas_kernels.gpu import exchange
 from pallas_kernels.gpu.launch import launch, lowered_once
 from pallas_kernels.matmul import support
 from pallas_kernels.matmul.mosaic_gpu import WARPGROUPS
-from pallas_kernels.matmul.mosaic_plan import COUNTER_WORDS, MATH_WARPS, MIN_SLOTS, NUMBERS, Plan, Stage
+from pallas_kernels.matmul.mosaic_plan import COUNTER_WORDS, MATH_WARPS, MIN_SLOTS, VALUES_PER_PIECE, Plan, Stage
 
 MAX_ROWS = 8
 MAX_DEVICES = 8  # GPUs of a usual Hopper server
-MAX_PIECES = 8  # pieces of NUMBERS values of the residual stream that a thread holds in registers, with the norm's weight
+MAX_PIECES = 8  # of VALUES_PER_PIECE values of x, all rows, that a thread holds in registers; a row of the norm's weight comes on top
 
 
 def unsupported(args: LayerArguments) -> str | None:
@@ -59,11 +59,13 @@ def unsupported(args: LayerArguments) -> str | None:
             return reason
     if others := {a.dtype.name for a in norms} - {"bfloat16"}:
         return f"needs norms in bfloat16, not {', '.join(sorted(others))}"
-    pieces = rows * math.ceil(width / (NUMBERS * 32 * MATH_WARPS))
+    pieces = rows * math.ceil(width / (VALUES_PER_PIECE * 32 * MATH_WARPS))
     if rows > MAX_ROWS:
         return f"supports up to {MAX_ROWS} rows of activations, not {rows}"
-    if pieces > MAX_PIECES or plan_for(rows, o, gate, down, following, eps, count).slots < MIN_SLOTS:
-        return f"has no place for the activations of {rows} rows beside weights"
+    if pieces > MAX_PIECES:
+        return f"keeps up to {MAX_PIECES} pieces of x in a thread's registers, and {rows} rows of width {width} have {pieces}"
+    if plan_for(rows, o, gate, down, following, eps, count).slots < MIN_SLOTS:
+        return f"has no place for the activations of {rows} rows beside weights in shared memory"
     return None
 
 
@@ -76,12 +78,12 @@ def plan_for(
     rows: int, o: Int4Weight, gate: Int4Weight, down: Int4Weight, following: Sequence[Int4Weight], eps: float, num_devices: int = 1
 ) -> Plan:
     """The four stages of a layer for this number of rows, or three for the last layer, which has none following."""
-    several = num_devices > 1
+    divided = num_devices > 1
     stages = [
-        Stage(o.codes.shape[1], o.shape[:1], partial=several),
+        Stage(o.codes.shape[1], o.shape[:1], partial=divided),
         Stage(gate.codes.shape[1], gate.shape[:1] * 2, normed=True, gated=True),
         # The last stage's outputs are added up after the launch.
-        Stage(down.codes.shape[1], down.shape[:1], partial=several and bool(following)),
+        Stage(down.codes.shape[1], down.shape[:1], partial=divided and bool(following)),
     ]
     if following:
         stages.append(Stage(following[0].codes.shape[1], tuple(weight.shape[0] for weight in following), normed=True))
@@ -135,16 +137,16 @@ def run(
     Args:
         plan: of these shapes.
         x, attended: the residual stream, and the attended values.
-        norms: one for each stage that has one.
-        weights: those of every stage.
+        norms: the weight of each norm, in the order of the stages that have one.
+        weights: of each stage a list of those whose outputs it has.
         handoff: consumed; use the returned one.
         table: the devices' addresses for `mosaic_exchange.Exchange`; None for one device.
     """
     from pallas_kernels.matmul import mosaic_block
 
     inputs = {"residual": x, "x": attended} | {f"norm{i}": norm for i, norm in enumerate(norms)}
-    for number, several in enumerate(weights):
-        inputs |= support.weight_inputs(several, number)
+    for number, stage_weights in enumerate(weights):
+        inputs |= support.weight_inputs(stage_weights, number)
     if table is not None:
         inputs["exchange_table"] = table
     shapes = {"residual_out": x.shape, "y": (plan.rows, plan.stages[-1].width)}

@@ -1,4 +1,4 @@
-"""Arithmetic on what a lane holds: rounding and pairs of 16-bit floats, float32 functions, maxima, and 4-bit codes made floats.
+"""Arithmetic on what a lane holds: rounding and pairs of 16-bit floats, float32 functions, maxima, and 4-bit and INT8 codes made floats.
 
 Everything here is computed by each lane for itself, from its own words, without looking at memory or at other lanes.
 """

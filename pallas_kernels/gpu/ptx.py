@@ -331,29 +331,29 @@ def wait_for_copies(pending: int) -> None:
     inline(f"cp.async.wait_group {pending};")
 
 
-def copy_bulk(shared: Value, source: Value, size: Value, arrival: Value) -> None:
+def copy_bulk(shared: Value, source: Value, size: Value, barrier: Value) -> None:
     """Starts a copy of `size` bytes, a multiple of 16, from global to shared memory, whole lines at a time.
 
-    The bytes count towards the barrier at `arrival`, where a lane announces them (`arrive_with`).
+    The bytes count towards the mbarrier at `barrier`, where a lane announces them (`arrive_with`).
     """
     code = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
-    inline(code, shared, source, size, arrival)
+    inline(code, shared, source, size, barrier)
 
 
 # Barriers of a block ---------------------------------------------------------------------------------------------------
 
 
-def synchronize(barrier: Value, warps: int) -> None:
-    """Waits for the lanes of this warp (warps = 1), or for the `warps` warps that name the same barrier, 0 to 15."""
+def synchronize(barrier: Value | None, warps: int) -> None:
+    """Waits for the lanes of this warp (warps = 1), or for the `warps` warps that name the same hardware barrier, 0 to 15."""
     if warps == 1:
         inline("bar.warp.sync -1;", collective=True)
     else:
         inline(f"bar.sync $0, {32 * warps};", barrier, collective=True)
 
 
-def arrivals_init(arrival: Value, arrivals: int) -> None:
+def barrier_init(barrier: Value, arrivals: int) -> None:
     """Makes 8 bytes of shared memory an mbarrier that `arrivals` arrivals complete; all who use it must meet after that."""
-    inline(f"mbarrier.init.shared.b64 [$0], {arrivals}; fence.mbarrier_init.release.cluster;", arrival)
+    inline(f"mbarrier.init.shared.b64 [$0], {arrivals}; fence.mbarrier_init.release.cluster;", barrier)
 
 
 def once_loaded(address: Value, words: Sequence[Value]) -> Value:
@@ -368,28 +368,28 @@ def once_loaded(address: Value, words: Sequence[Value]) -> Value:
     return inline(code, address, *words, results="r")[0]
 
 
-def arrive(arrival: Value) -> None:
+def arrive(barrier: Value) -> None:
     """Arrives at an mbarrier, without waiting."""
-    inline("mbarrier.arrive.shared.b64 _, [$0];", arrival)
+    inline("mbarrier.arrive.shared.b64 _, [$0];", barrier)
 
 
-def arrive_with(arrival: Value, size: Value) -> None:
+def arrive_with(barrier: Value, size: Value) -> None:
     """Arrives at an mbarrier and announces `size` bytes of `copy_bulk`, which must also be there to complete it."""
-    inline("mbarrier.arrive.expect_tx.shared.b64 _, [$0], $1;", arrival, size)
+    inline("mbarrier.arrive.expect_tx.shared.b64 _, [$0], $1;", barrier, size)
 
 
-def arrive_after_copies(arrival: Value) -> None:
+def arrive_after_copies(barrier: Value) -> None:
     """Arrives at an mbarrier as soon as this lane's copies by `copy_async` so far are there, without waiting for them."""
-    inline("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", arrival)
+    inline("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", barrier)
 
 
-def wait_for_arrivals(arrival: Value, parity: Value) -> None:
+def wait_for_arrivals(barrier: Value, parity: Value) -> None:
     """Waits until an mbarrier is complete: for the first time with parity 0, then 1, then 0. Parity 1 at first does not wait.
 
     The wait has no bound: only warps and copies of the same block arrive, and these come to an end, or end the launch (`spin_wait`).
     """
     code = "{ .reg .pred done; again: mbarrier.try_wait.parity.shared.b64 done, [$0], $1; @!done bra again; }"
-    inline(code, arrival, parity)
+    inline(code, barrier, parity)
 
 
 # Blocks of a cluster ---------------------------------------------------------------------------------------------------

@@ -8,11 +8,11 @@ from pallas_kernels.matmul.mosaic_plan import (
     COUNTER_WORDS,
     GROUP_SIZE,
     MATH_WARPS,
-    NUMBERS,
     PASS,
     PIECES_AT_ONCE,
     ROWS,
     STEPS,
+    VALUES_PER_PIECE,
     Plan,
     Stage,
     passes_at_once,
@@ -22,7 +22,7 @@ from pallas_kernels.matmul.mosaic_tickets import Share
 LARGEST = 127.0 * 256  # of activations as integers: their upper bytes are at most 127
 MIN_SCALED = 2.0**-110  # activations no larger count as this large, or the inverse would be infinite; none may exceed 2^126
 INTEGERS = 1.5 * 2**23  # added to a float32, leaves an integer in its last bits
-PIECES = GROUP_SIZE // NUMBERS  # of a group of activations: half a warp's
+PIECES = GROUP_SIZE // VALUES_PER_PIECE  # of a group of activations: half a warp's
 
 
 def outputs_of(plan: Plan, at: dict, number: int):
@@ -31,7 +31,7 @@ def outputs_of(plan: Plan, at: dict, number: int):
 
 
 def read_all(addresses: list) -> list:
-    return [ptx.load_global(at, NUMBERS // 2) for at in addresses]
+    return [ptx.load_global(at, VALUES_PER_PIECE // 2) for at in addresses]
 
 
 def math_warps_meet() -> None:
@@ -66,7 +66,7 @@ class Activations:
         there = [piece < stage.groups * PIECES for _, piece in pieces]
 
         def place(piece, is_there):
-            return ptx.i64(ptx.select(is_there, piece, ptx.i32(0))) * (2 * NUMBERS)
+            return ptx.i64(ptx.select(is_there, piece, ptx.i32(0))) * (2 * VALUES_PER_PIECE)
 
         row_bytes = 2 * GROUP_SIZE * stage.groups
         found = read([array + place(piece, is_there) + row * row_bytes for (row, piece), is_there in zip(pieces, there)])
@@ -103,9 +103,9 @@ class Activations:
         factor = numerics.reciprocal(most) * LARGEST
         # 128 more: the upper byte rounds to the nearest, and the lower is 128 more than what is left.
         integers = [ptx.as_bits(numerics.fma(x, factor, ptx.f32(INTEGERS + 128))) for x in numbers]
-        upper, lower = ([numerics.gather_bytes(integers[i : i + 4], byte) for i in range(0, NUMBERS, 4)] for byte in (1, 0))
+        upper, lower = ([numerics.gather_bytes(integers[i : i + 4], byte) for i in range(0, VALUES_PER_PIECE, 4)] for byte in (1, 0))
         with ptx.when(piece < self.plan.room * (PASS * PIECES)):
-            to = self.x + 2 * row * self.plan.x_pitch + piece * NUMBERS
+            to = self.x + 2 * row * self.plan.x_pitch + piece * VALUES_PER_PIECE
             ptx.store_shared(to, *upper)
             ptx.store_shared(to + self.plan.x_pitch, *(x ^ 0x80808080 for x in lower))
             with ptx.when((self.lane & (PIECES - 1)) == 0):
@@ -139,8 +139,8 @@ class Activations:
         squares = [ptx.f32(0.0)] * plan.rows
         for (row, piece), words in zip(pieces, totals):
             if not any(later.normed for later in plan.stages[number + 1 :]):
-                with ptx.when((share.number == 0) & (piece < width // NUMBERS)):
-                    ptx.store_global_words(self.at["residual_out"] + ptx.i64(piece * (2 * NUMBERS)) + row * (2 * width), *words)
+                with ptx.when((share.number == 0) & (piece < width // VALUES_PER_PIECE)):
+                    ptx.store_global_words(self.at["residual_out"] + ptx.i64(piece * (2 * VALUES_PER_PIECE)) + row * (2 * width), *words)
             squares[row] = numerics.total([squares[row], *(x * x for word in words for x in numerics.bf16_entries(word))])
         math_warps_meet()  # has read the squares before
         for row, square in enumerate(squares):

@@ -62,9 +62,9 @@ def emit_block(plan: Plan, refs: dict) -> None:
     def in_shared(part):
         return at["shared"] + plan.layout.at(part)
 
-    ring = Ring(plan.slots, in_shared("codes"), SLOT_BYTES, in_shared("arrivals"))
-    sums = Ring(SUMS_SLOTS, in_shared("sums"), MATH_WARPS * plan.tile_bytes, ring.arrivals_end)
-    tickets = Ring(TICKET_SLOTS, in_shared("tickets"), 4, sums.arrivals_end)
+    ring = Ring(plan.slots, in_shared("codes"), SLOT_BYTES, in_shared("barriers"))
+    sums = Ring(SUMS_SLOTS, in_shared("sums"), MATH_WARPS * plan.tile_bytes, ring.barriers_end)
+    tickets = Ring(TICKET_SLOTS, in_shared("tickets"), 4, sums.barriers_end)
     warps = MATH_WARPS + PRODUCER_WARPS + EPILOGUE_WARPS
     hands_over = "handoff" in at
     exchange = Exchange(plan, at["exchange_table"], in_shared("exchange")) if plan.num_devices > 1 else None
@@ -142,8 +142,8 @@ def produce_stage(plan: Plan, number: int, at: dict, share: Share, ring: Ring, w
                 if number > 0:  # as many passes as there are slots may be sent before the stage has its inputs
                     sent = (turn * stage.passes + number_of_pass) * together + which
                     awaited = [ptx.select(sent < plan.slots, near, far) for far, near in zip(*earlier)]
-                ptx.wait_for_arrivals(ring.filled(awaited[0]), awaited[1])
-                ptx.wait_for_arrivals(ring.emptied(slot), parity)
+                ptx.wait_for_arrivals(ring.filled_barrier(awaited[0]), awaited[1])
+                ptx.wait_for_arrivals(ring.emptied_barrier(slot), parity)
                 left = ptx.minimum(ptx.i32(stage.groups) - number_of_pass * PASS, ptx.i32(PASS))
                 tile = lower + turn * together + which
                 if together > 1:  # a tile that is not the block's has no groups
@@ -153,7 +153,7 @@ def produce_stage(plan: Plan, number: int, at: dict, share: Share, ring: Ring, w
                 def source(name, output, tile=tile):
                     return weight_row(stage, number, at, name, tile, output)
 
-                copy_pass(stage, number_of_pass * PASS, left, source, ring.slot(slot), ring.filled(slot), warp, lane)
+                copy_pass(stage, number_of_pass * PASS, left, source, ring.slot(slot), ring.filled_barrier(slot), warp, lane)
                 carry = tuple(ring.following(*each) for each in carry)
             return carry
 
@@ -162,17 +162,17 @@ def produce_stage(plan: Plan, number: int, at: dict, share: Share, ring: Ring, w
     return ptx.loop(ptx.i32(0), share.turns(stage), carry, one_turn)
 
 
-def copy_pass(stage: Stage, first, left, source, slot, arrival, warp, lane) -> None:
+def copy_pass(stage: Stage, first, left, source, slot, barrier, warp, lane) -> None:
     """Copies a producer warp's rows of a tile in a pass, `left` groups from group `first` on; scales and zeros of others become 0."""
     rows, words = TILE // PRODUCER_WARPS, PASS // 2  # words of scales hold two groups each
     row_bytes = left * CODE_BYTES
     with ptx.when(lane == 0):
-        ptx.arrive_with(arrival, row_bytes * rows)
+        ptx.arrive_with(barrier, row_bytes * rows)
     with ptx.when((lane < rows) & (ptx.i32(0) < left)):
         output = warp * rows + lane
         array, row = source("codes", output)
         place = ptx.i64(row) * stage.groups + ptx.i64(first)
-        ptx.copy_bulk(slot + output * CODE_PITCH, array + place * CODE_BYTES, row_bytes, arrival)
+        ptx.copy_bulk(slot + output * CODE_PITCH, array + place * CODE_BYTES, row_bytes, barrier)
     output, word = warp * rows + lane // words, lane % words
     for i, name in enumerate(("scale", "zero")):
         array, row = source(name, output)
@@ -183,7 +183,7 @@ def copy_pass(stage: Stage, first, left, source, slot, arrival, warp, lane) -> N
         if stage.groups % 2:  # a row that begins in the middle of a word has one word more
             with ptx.when(word == 0):
                 copy_word(to, start, ptx.i32(words), left + leading)
-    ptx.arrive_after_copies(arrival)
+    ptx.arrive_after_copies(barrier)
 
 
 def copy_word(to, start, number, entries) -> None:
@@ -258,12 +258,12 @@ def multiply(plan: Plan, number: int, share: Share, ring: Ring, sums: Ring, x: A
             operands = [x.operands(place, n) for n in range(plan.row_tiles)]
             new = []
             for total in totals:
-                ptx.wait_for_arrivals(ring.filled(slot), parity)
+                ptx.wait_for_arrivals(ring.filled_barrier(slot), parity)
                 codes, parameters = take(slot)
                 new.append(add_group(total, codes, parameters, *zip(*operands)))
                 # A row's words of codes are loaded at once: it is enough to wait for one of them.
                 loaded = [*(row[0] for row in codes), *(ptx.as_bits(x) for pair in parameters for x in pair)]
-                emptied = ptx.once_loaded(ring.emptied(slot), loaded)
+                emptied = ptx.once_loaded(ring.emptied_barrier(slot), loaded)
                 ptx.synchronize(None, 1)
                 with ptx.when(lane == 0):
                     ptx.arrive(emptied)
@@ -273,12 +273,12 @@ def multiply(plan: Plan, number: int, share: Share, ring: Ring, sums: Ring, x: A
         totals = [[[ptx.f32(0.0)] * 2 for _ in range(plan.row_tiles)] for _ in range(plan.together(stage))]
         slot, parity, totals = ptx.loop(ptx.i32(0), ptx.i32(stage.passes), (slot, parity, totals), one_pass)
         for total in totals:
-            ptx.wait_for_arrivals(sums.emptied(sums_slot), sums_parity)
+            ptx.wait_for_arrivals(sums.emptied_barrier(sums_slot), sums_parity)
             for n, pair in enumerate(total):
                 ptx.store_shared(sums.slot(sums_slot) + warp * plan.tile_bytes + n * (4 * TILE * ROWS) + lane * 8, *pair)
             ptx.synchronize(None, 1)
             with ptx.when(lane == 0):
-                ptx.arrive(sums.filled(sums_slot))
+                ptx.arrive(sums.filled_barrier(sums_slot))
             sums_slot, sums_parity = sums.following(sums_slot, sums_parity)
         return slot, parity, sums_slot, sums_parity
 
@@ -331,14 +331,14 @@ def write_stage(plan: Plan, number: int, arrays: list, store: Callable, sums: Ri
 
     def step(tile, carry):
         slot, parity = carry
-        ptx.wait_for_arrivals(sums.filled(slot), parity)
+        ptx.wait_for_arrivals(sums.filled_barrier(slot), parity)
         for first in range(0, size, 32 * EPILOGUE_WARPS):
             which = thread + first
             with ptx.when((which - lane < size) & (tile < upper)):  # whole warps, whose lanes exchange outputs
                 write_output(plan, number, arrays, store, sums.slot(slot), which, tile)
         ptx.synchronize(None, 1)
         with ptx.when(lane == 0):
-            ptx.arrive(sums.emptied(slot))
+            ptx.arrive(sums.emptied_barrier(slot))
         return sums.following(slot, parity)
 
     return ptx.loop(lower, lower + share.turns(stage) * plan.together(stage), carry, step)

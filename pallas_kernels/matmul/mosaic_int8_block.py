@@ -41,22 +41,22 @@ def emit_block(plan: Plan, refs: dict) -> None:
     thread, block = ptx.thread_index(), ptx.block_index()
     warp, lane = ptx.uniform(thread >> 5), thread & 31
     shared = at["shared"]
-    ring = Ring(plan.slots, shared, SLOT_BYTES, shared + plan.layout.at("arrivals"))
-    sums = Ring(SUMS_SLOTS, shared + plan.layout.at("sums"), MATH_WARPS * plan.tile_bytes, ring.arrivals_end)
+    ring = Ring(plan.slots, shared, SLOT_BYTES, shared + plan.layout.at("barriers"))
+    sums = Ring(SUMS_SLOTS, shared + plan.layout.at("sums"), MATH_WARPS * plan.tile_bytes, ring.barriers_end)
     share = ClusterShare.of_block(block, cluster=plan.cluster, clusters=plan.clusters, tiles=plan.tiles, parts=plan.units)
-    x_arrival = sums.arrivals_end
+    x_barrier = sums.barriers_end
     with ptx.when(thread == 0):
         ring.start(PRODUCER_WARPS, MATH_WARPS)
         sums.start(MATH_WARPS, EPILOGUE_WARPS)
-        ptx.arrivals_init(x_arrival, 1)
+        ptx.barrier_init(x_barrier, 1)
     ptx.synchronize(ptx.i32(0), WARPS)
     with ptx.when(warp < MATH_WARPS):
-        ptx.wait_for_arrivals(x_arrival, ptx.i32(0))
+        ptx.wait_for_arrivals(x_barrier, ptx.i32(0))
         multiply(plan, shared + plan.layout.at("x"), share, ring, sums, warp, lane)
     with ptx.when((ptx.i32(MATH_WARPS - 1) < warp) & (warp < MATH_WARPS + PRODUCER_WARPS)):
         produce(plan, at, share, ring, warp - MATH_WARPS, lane)
     with ptx.when(warp == MATH_WARPS + PRODUCER_WARPS):
-        copy_activations(plan, at, share, x_arrival, lane)
+        copy_activations(plan, at, share, x_barrier, lane)
     with ptx.when(ptx.i32(MATH_WARPS + PRODUCER_WARPS - 1) < warp):
         add_warps(plan, at, share, sums, thread - 32 * (MATH_WARPS + PRODUCER_WARPS))
     if plan.cluster > 1:
@@ -68,13 +68,13 @@ def row_at(plan: Plan, share: ClusterShare, array, row, item_bytes: int):
     return array + ptx.i64(row) * (item_bytes * plan.inputs) + ptx.i64(share.first) * (item_bytes * UNIT)
 
 
-def copy_activations(plan: Plan, at: dict, share: ClusterShare, arrival, lane) -> None:
+def copy_activations(plan: Plan, at: dict, share: ClusterShare, barrier, lane) -> None:
     """Copies the block's inputs of all rows, which stay."""
     size = share.count * (UNIT * X_BYTES)
     with ptx.when(lane == 0):
-        ptx.arrive_with(arrival, size * plan.rows)
+        ptx.arrive_with(barrier, size * plan.rows)
     with ptx.when(lane < plan.rows):
-        ptx.copy_bulk(at["shared"] + plan.layout.at("x") + lane * plan.x_pitch, row_at(plan, share, at["x"], lane, X_BYTES), size, arrival)
+        ptx.copy_bulk(at["shared"] + plan.layout.at("x") + lane * plan.x_pitch, row_at(plan, share, at["x"], lane, X_BYTES), size, barrier)
 
 
 def produce(plan: Plan, at: dict, share: ClusterShare, ring: Ring, warp, lane) -> None:
@@ -88,13 +88,13 @@ def produce(plan: Plan, at: dict, share: ClusterShare, ring: Ring, warp, lane) -
 
         def one_pass(number, carry):
             slot, parity = carry
-            ptx.wait_for_arrivals(ring.emptied(slot), parity)
+            ptx.wait_for_arrivals(ring.emptied_barrier(slot), parity)
             size = ptx.minimum(share.count - number * MATH_WARPS, ptx.i32(MATH_WARPS)) * UNIT
             # In the last pass of a smaller share there may be nothing to copy.
             with ptx.when(lane == 0):
-                ptx.arrive_with(ring.filled(slot), size * rows)
+                ptx.arrive_with(ring.filled_barrier(slot), size * rows)
             with ptx.when((lane < rows) & (ptx.i32(0) < size)):
-                ptx.copy_bulk(ring.slot(slot) + output * PITCH, source + ptx.i64(number) * PASS, size, ring.filled(slot))
+                ptx.copy_bulk(ring.slot(slot) + output * PITCH, source + ptx.i64(number) * PASS, size, ring.filled_barrier(slot))
             return ring.following(slot, parity)
 
         return ptx.loop(ptx.i32(0), ptx.i32(plan.passes), carry, one_pass)
@@ -114,14 +114,14 @@ def multiply(plan: Plan, x, share: ClusterShare, ring: Ring, sums: Ring, warp, l
 
     def one_pass(number, carry):
         slot, parity, totals = carry
-        ptx.wait_for_arrivals(ring.filled(slot), parity)
+        ptx.wait_for_arrivals(ring.filled_barrier(slot), parity)
         codes = take(ring.slot(slot) + g * PITCH + within, 1, CODE_WORDS)
         there = number * MATH_WARPS + warp < share.count
         # A warp without inputs in this pass multiplies what it may read, and adds nothing.
         offset = within + number * PASS if plan.whole else ptx.select(there, within + number * PASS, ptx.i32(0))
         rows = [take(at + offset * X_BYTES, X_BYTES, X_WORDS) for at in x_at]
         # Words that are loaded at once: it is enough to wait for the first.
-        arrive_for_warp(ptx.once_loaded(ring.emptied(slot), [words[0] for words in codes]), lane)
+        arrive_for_warp(ptx.once_loaded(ring.emptied_barrier(slot), [words[0] for words in codes]), lane)
         weights = [[pair for word in words for pair in numerics.int8_to_bf16(word)] for words in codes]
         new = add_products(totals, rows, weights)
         if not plan.whole:
@@ -133,11 +133,11 @@ def multiply(plan: Plan, x, share: ClusterShare, ring: Ring, sums: Ring, warp, l
         nothing = [[ptx.f32(0.0)] * 4 for _ in range(ACCUMULATORS)]
         slot, parity, totals = ptx.loop(ptx.i32(0), ptx.i32(plan.passes), (slot, parity, nothing), one_pass)
         total = [numerics.total(each) for each in zip(*totals)]
-        ptx.wait_for_arrivals(sums.emptied(sums_slot), sums_parity)
+        ptx.wait_for_arrivals(sums.emptied_barrier(sums_slot), sums_parity)
         to = sums.slot(sums_slot) + warp * plan.tile_bytes + lane * PAIR_BYTES
         for i in range(plan.row_tiles):
             ptx.store_shared(to + i * (32 * PAIR_BYTES), *total[2 * i : 2 * i + 2])
-        arrive_for_warp(sums.filled(sums_slot), lane)
+        arrive_for_warp(sums.filled_barrier(sums_slot), lane)
         return slot, parity, *sums.following(sums_slot, sums_parity)
 
     ptx.loop(share.lower, share.upper, (ptx.i32(0), ptx.i32(0), ptx.i32(0), ptx.i32(1)), one_tile)
@@ -167,7 +167,7 @@ def add_warps(plan: Plan, at: dict, share: ClusterShare, sums: Ring, thread) -> 
         slot, parity = carry
         # On their way while the sums are waited for.
         scales = scales_of(plan, at, tile, thread) if plan.cluster == 1 else ()
-        ptx.wait_for_arrivals(sums.filled(slot), parity)
+        ptx.wait_for_arrivals(sums.filled_barrier(slot), parity)
         with ptx.when(thread < plan.pairs):
             start = sums.slot(slot) + thread * PAIR_BYTES
             found = [ptx.load_shared(start + warp * plan.tile_bytes, 2, "f") for warp in range(MATH_WARPS)]
@@ -177,7 +177,7 @@ def add_warps(plan: Plan, at: dict, share: ClusterShare, sums: Ring, thread) -> 
                 ptx.store_shared(at["shared"] + plan.layout.at("partials") + item * PAIR_BYTES, *pair)
             else:
                 write_pair(plan, at["y"], tile, thread, pair, scales)
-        arrive_for_warp(sums.emptied(slot), lane)
+        arrive_for_warp(sums.emptied_barrier(slot), lane)
         return sums.following(slot, parity)
 
     ptx.loop(share.lower, share.upper, (ptx.i32(0), ptx.i32(0)), one_tile)

@@ -122,7 +122,7 @@ class Plan:
             "x": self.rows * self.x_pitch,
             "sums": SUMS_SLOTS * MATH_WARPS * self.tile_bytes,  # the ring of the warps' sums of tiles
             "partials": partials,  # the block's sums of all its tiles, where other blocks have other inputs
-            "arrivals": 8 * (2 * slots + 2 * SUMS_SLOTS + 1),  # mbarriers of the rings and of the activations
+            "barriers": 8 * (2 * slots + 2 * SUMS_SLOTS + 1),  # mbarriers of the rings and of the activations
         }
         return Layout(sizes)
 

@@ -33,9 +33,9 @@ def body(plan: Plan, x, *refs) -> None:
 
     # A product takes 64 rows from the first of a slot on: those that are not there belong to the slots after it.
     x_rows = (plan.slots - 1) * plan.tiled_rows + MAX_ROWS
-    arrivals = plgpu.Barrier(num_arrivals=1 + len(weights), num_barriers=plan.slots)
+    barriers = plgpu.Barrier(num_arrivals=1 + len(weights), num_barriers=plan.slots)
     multiply = functools.partial(_multiply, plan, x, weights, firsts)
-    sums = pl.run_scoped(multiply, ring(x_rows), [ring(plan.slots, share) for share in plan.shares], arrivals)
+    sums = pl.run_scoped(multiply, ring(x_rows), [ring(plan.slots, share) for share in plan.shares], barriers)
     found = [total.astype(plan.dtype) for total in sums]
     if plan.gated:
         gate, up = (part.astype(jnp.float32) for part in found)
@@ -45,7 +45,7 @@ def body(plan: Plan, x, *refs) -> None:
     pl.run_scoped(functools.partial(_write, plan, found, firsts, y), *staged)
 
 
-def _multiply(plan: Plan, x, weights: Sequence, firsts: Sequence, x_ring, weight_rings: Sequence, arrivals) -> list:
+def _multiply(plan: Plan, x, weights: Sequence, firsts: Sequence, x_ring, weight_rings: Sequence, barriers) -> list:
     """The block's sums of each weight, [64, outputs] in float32. firsts: the first of its outputs of each."""
 
     def x_slot(slot, rows: int):
@@ -53,9 +53,9 @@ def _multiply(plan: Plan, x, weights: Sequence, firsts: Sequence, x_ring, weight
 
     def fetch(step) -> None:
         at, slot = pl.ds(step * STEP, STEP), lax.rem(step, plan.slots)
-        plgpu.copy_gmem_to_smem(x.at[:, at], x_slot(slot, plan.tiled_rows), arrivals.at[slot])
+        plgpu.copy_gmem_to_smem(x.at[:, at], x_slot(slot, plan.tiled_rows), barriers.at[slot])
         for weight, ring, first, share in zip(weights, weight_rings, firsts, plan.shares):
-            plgpu.copy_gmem_to_smem(weight.at[pl.ds(first, share), at], ring.at[slot], arrivals.at[slot])
+            plgpu.copy_gmem_to_smem(weight.at[pl.ds(first, share), at], ring.at[slot], barriers.at[slot])
 
     def accumulate(*sums) -> list:
         for step in range(plan.slots):
@@ -64,7 +64,7 @@ def _multiply(plan: Plan, x, weights: Sequence, firsts: Sequence, x_ring, weight
         @pl.loop(0, plan.steps)
         def _(step):
             slot = lax.rem(step, plan.slots)
-            plgpu.barrier_wait(arrivals.at[slot])
+            plgpu.barrier_wait(barriers.at[slot])
             for total, ring in zip(sums, weight_rings):
                 plgpu.wgmma(total, x_slot(slot, MAX_ROWS), ring.at[slot].transpose((1, 0)))
             # This step's products go on, one for each weight. The step before it is done with its slot.

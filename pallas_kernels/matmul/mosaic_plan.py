@@ -26,8 +26,8 @@ TICKET_SLOTS = 4  # tickets that warps of a block may be apart
 COUNTER_WORDS = 32  # at the start of a handoff buffer, and of exchange memory: counters, and what keeps them apart from the rest
 BUFFERS = 3  # for partial sums, in exchange memory (mosaic_exchange.py)
 STATE_WORDS = 4  # of shared memory, for what a block knows of the exchange
-NUMBERS = 8  # of a row of activations that a thread moves at once
-PIECES_AT_ONCE = 4  # of NUMBERS numbers each that a thread has in registers
+VALUES_PER_PIECE = 8  # values of a row of activations that a thread moves at once
+PIECES_AT_ONCE = 4  # pieces of a stage's inputs without a norm that a thread has in registers
 MAX_TOGETHER = 3  # tiles that a block takes: with more, their sums leave the registers
 
 
@@ -163,7 +163,7 @@ class Plan:
             "sums": SUMS_SLOTS * MATH_WARPS * self.tile_bytes,  # the ring of the warps' sums of tiles
             "tickets": 4 * TICKET_SLOTS,
             "exchange": 4 * STATE_WORDS if self.num_devices > 1 else 0,
-            "arrivals": 2 * 8 * (MAX_SLOTS + SUMS_SLOTS + TICKET_SLOTS),  # mbarriers of the three rings
+            "barriers": 2 * 8 * (MAX_SLOTS + SUMS_SLOTS + TICKET_SLOTS),  # mbarriers of the three rings
             "codes": slots * SLOT_BYTES,
         }
         return Layout(sizes, {"codes": 128})  # copies of whole lines to other addresses take longer

@@ -54,13 +54,13 @@ class Tickets:
         """The next ticket, and the state from which `following` comes to the one after it."""
         if drawn:
             with ptx.when(self.draws == 1):
-                ptx.wait_for_arrivals(self.ring.emptied(slot), parity ^ 1)
+                ptx.wait_for_arrivals(self.ring.emptied_barrier(slot), parity ^ 1)
                 ptx.store_shared(self.ring.slot(slot), *drawn)
-                ptx.arrive(self.ring.filled(slot))
+                ptx.arrive(self.ring.filled_barrier(slot))
             drawn = (ptx.take_ticket(self.counter, self.draws),)
-        ptx.wait_for_arrivals(self.ring.filled(slot), parity)
+        ptx.wait_for_arrivals(self.ring.filled_barrier(slot), parity)
         ticket = ptx.uniform(ptx.load_shared(self.ring.slot(slot), 1)[0])
-        emptied = ptx.once_loaded(self.ring.emptied(slot), [ticket])
+        emptied = ptx.once_loaded(self.ring.emptied_barrier(slot), [ticket])
         ptx.synchronize(None, 1)
         with ptx.when(self.lane == 0):
             ptx.arrive(emptied)

@@ -46,8 +46,8 @@ def emit_block(plan: Plan, refs: dict) -> None:
     thread, block = ptx.thread_index(), ptx.block_index()
     warp, lane = ptx.uniform(thread >> 5), thread & 31
     shared = at["shared"]
-    ring = Ring(plan.slots, shared, plan.slot_bytes, shared + plan.layout.at("arrivals"))
-    parameters = Ring(PARAMETER_SLOTS, shared + plan.layout.at("parameters"), plan.parameter_bytes, ring.arrivals_end)
+    ring = Ring(plan.slots, shared, plan.slot_bytes, shared + plan.layout.at("barriers"))
+    parameters = Ring(PARAMETER_SLOTS, shared + plan.layout.at("parameters"), plan.parameter_bytes, ring.barriers_end)
     share = share_of(plan, block)
     with ptx.when(thread == 0):
         # Every lane that copies codes arrives once its own are there, and one of a warp that stores activations.
@@ -86,18 +86,18 @@ def produce_codes(plan: Plan, at: dict, share: ClusterShare, ring: Ring, paramet
 
         def some(first, last, carry):
             slot, parity, *carry = carry
-            ptx.wait_for_arrivals(parameters.emptied(slot), parity)
+            ptx.wait_for_arrivals(parameters.emptied_barrier(slot), parity)
             for i, array in enumerate((scales, zeros)):
                 to = parameters.slot(slot) + i * (plan.tile * PARAMETER_PITCH)
                 copy_parameters(plan, array, share, first, to, thread)
-            ptx.arrive_after_copies(parameters.filled(slot))
+            ptx.arrive_after_copies(parameters.filled_barrier(slot))
             return *parameters.following(slot, parity), *ptx.loop(first, last, carry, step)
 
         def step(number, carry):
             slot, parity = carry
-            ptx.wait_for_arrivals(ring.emptied(slot), parity)
+            ptx.wait_for_arrivals(ring.emptied_barrier(slot), parity)
             copy_codes(plan, codes, number, ring.slot(slot), thread)
-            ptx.arrive_after_copies(ring.filled(slot))
+            ptx.arrive_after_copies(ring.filled_barrier(slot))
             return ring.following(slot, parity)
 
         return over_steps(plan, share, carry, some)
@@ -151,13 +151,13 @@ def produce_activations(plan: Plan, x, share: ClusterShare, ring: Ring, warp, la
     def one_tile(tile, carry):
         def step(number, carry):
             slot, parity, words = carry
-            ptx.wait_for_arrivals(ring.emptied(slot), parity)
+            ptx.wait_for_arrivals(ring.emptied_barrier(slot), parity)
             to = ring.slot(slot) + plan.code_bytes
             x.store(to, first, words)
             for lot in others:
                 x.store(to, lot, x.load(number, lot))
             fragments.publish()
-            arrive_for_warp(ring.filled(slot), lane)
+            arrive_for_warp(ring.filled_barrier(slot), lane)
             # Those of the next step are on their way while a slot is waited for. After the last comes the next tile's first.
             following = ptx.select(number + 1 < share.count, number + 1, ptx.i32(0))
             return *ring.following(slot, parity), x.load(following, first)
@@ -222,19 +222,19 @@ def multiply(plan: Plan, at: dict, share: ClusterShare, ring: Ring, parameters: 
     def one_tile(tile, carry):
         def some(first, last, carry):
             parameter_slot, parameter_parity, *carry = carry
-            ptx.wait_for_arrivals(parameters.filled(parameter_slot), parameter_parity)
+            ptx.wait_for_arrivals(parameters.filled_barrier(parameter_slot), parameter_parity)
             scales_at = parameters.slot(parameter_slot) + parameters_at
 
             def step(number, carry):
                 slot, parity, acc = carry
-                ptx.wait_for_arrivals(ring.filled(slot), parity)
+                ptx.wait_for_arrivals(ring.filled_barrier(slot), parity)
                 scales = scales_at + (number - first) * (2 * STEP_GROUPS)
                 acc = add_step(plan, acc, ring.slot(slot), codes_at, moved, scales)
-                arrive_for_warp(ring.emptied(slot), lane)
+                arrive_for_warp(ring.emptied_barrier(slot), lane)
                 return *ring.following(slot, parity), acc
 
             carry = ptx.loop(first, last, carry, step)
-            arrive_for_warp(parameters.emptied(parameter_slot), lane)
+            arrive_for_warp(parameters.emptied_barrier(parameter_slot), lane)
             return *parameters.following(parameter_slot, parameter_parity), *carry
 
         nothing = [ptx.f32(0.0)] * (4 * plan.row_tiles)

@@ -162,7 +162,7 @@ class Plan:
         sizes = {
             "ring": slots * self.slot_bytes,  # codes and activations
             "parameters": PARAMETER_SLOTS * self.parameter_bytes,
-            "arrivals": 2 * 8 * (slots + PARAMETER_SLOTS),  # mbarriers of both rings
+            "barriers": 2 * 8 * (slots + PARAMETER_SLOTS),  # mbarriers of both rings
         }
         return Layout(sizes)
 

@@ -15,7 +15,7 @@ from pallas_kernels.gpu.launch import launch
 MAX_ROWS = 64  # for more, as in prefill, XLA does well
 MAX_WIDTH = 8192
 WARPGROUP = 128  # threads
-NUMBERS = 8  # of a thread
+VALUES = 8  # of a row, in a thread
 
 
 def unsupported(x: Array, added: Array | None, weight: Array) -> str | None:
@@ -25,8 +25,8 @@ def unsupported(x: Array, added: Array | None, weight: Array) -> str | None:
         return f"needs bfloat16, not {', '.join(sorted(others))}"
     if (rows := math.prod(x.shape[:-1])) > MAX_ROWS:
         return f"supports up to {MAX_ROWS} rows, not {rows}"
-    if (width := x.shape[-1]) % NUMBERS or width > MAX_WIDTH:
-        return f"supports widths in multiples of {NUMBERS} up to {MAX_WIDTH}, not {width}"
+    if (width := x.shape[-1]) % VALUES or width > MAX_WIDTH:
+        return f"supports widths in multiples of {VALUES} up to {MAX_WIDTH}, not {width}"
     return None
 
 
@@ -48,7 +48,7 @@ def run(x: Float[Array, "M D"], added: Float[Array, "M D"] | None, weight: Float
     inputs = {"x": x, "weight": weight} | ({} if added is None else {"added": added})
     outputs = {"normed": x} | ({} if added is None else {"total": x})
     outputs = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in outputs.items()}
-    warpgroups = math.ceil(width / NUMBERS / WARPGROUP)
+    warpgroups = math.ceil(width / VALUES / WARPGROUP)
     emit = functools.partial(_emit_row, width, warpgroups * WARPGROUP // 32, eps)
     found = launch("add_rms_norm", emit, inputs, outputs, rows, warpgroups, 128)
     return found.get("total"), found["normed"]
@@ -59,13 +59,13 @@ def _emit_row(width: int, warps: int, eps: float, refs: dict) -> None:
 
     at = {name: ptx.address(ref) for name, ref in refs.items()}
     thread, row = ptx.thread_index(), ptx.block_index()
-    there = thread < width // NUMBERS
-    place = ptx.select(there, thread, ptx.i32(0)) * (2 * NUMBERS)
+    there = thread < width // VALUES
+    place = ptx.select(there, thread, ptx.i32(0)) * (2 * VALUES)
     within = ptx.i64(row * (2 * width) + place)
-    words = ptx.load_global(at["x"] + within, NUMBERS // 2)
-    weights = ptx.load_global(at["weight"] + ptx.i64(place), NUMBERS // 2)
+    words = ptx.load_global(at["x"] + within, VALUES // 2)
+    weights = ptx.load_global(at["weight"] + ptx.i64(place), VALUES // 2)
     if "added" in at:
-        added = ptx.load_global(at["added"] + within, NUMBERS // 2)
+        added = ptx.load_global(at["added"] + within, VALUES // 2)
         words = [numerics.combine_bf16(numerics.add, x, y) for x, y in zip(words, added)]
         with ptx.when(there):
             ptx.store_global_words(at["total"] + within, *words)

@@ -86,7 +86,7 @@ class Deferred:
     """Layers that are still to be chosen for the prompts (`decoding.skip_search`). `check` passes; any other use raises InputError."""
 
     def check(self, layers: int) -> None:
-        """Checks nothing yet."""
+        """Checks nothing: there are no layers yet to compare with the model's."""
 
     def _refuse(self, *_) -> NoReturn:
         raise InputError("draft skip=auto needs prompts to choose by; name the layers, or give skip=none")

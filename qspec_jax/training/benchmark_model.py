@@ -134,9 +134,9 @@ def _read_tokens(directory: Path, tokenizer: Tokenizer, *, smoke: bool) -> tuple
     if not path.exists():
         read = read_training_text(smoke=smoke)
         tokens = np.concatenate(encode(tokenizer, [document.text for document in read.documents]))
-        with _write_errors(directory), whole_file(path) as draft:
+        with _write_errors(directory), whole_file(path) as unfinished:
             write_json(about, read.description)
-            np.save(draft, tokens)
+            np.save(unfinished, tokens)
     try:
         return np.load(path), read_json(about)
     except (ValueError, OSError) as error:

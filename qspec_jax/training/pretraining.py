@@ -255,8 +255,8 @@ def save_model(params: Params, model: dict[str, Any], directory: Path, *, max_by
     write_json(directory / "generation_config.json", ids)
     path = directory / "model.safetensors"
     names = places(LlamaConfig.from_hf(model))
-    with whole_file(path) as draft:
-        save_file({names[p].name: a.astype(jnp.bfloat16) for p, a in params.items()}, draft, metadata={"format": "pt"})
+    with whole_file(path) as unfinished:
+        save_file({names[p].name: a.astype(jnp.bfloat16) for p, a in params.items()}, unfinished, metadata={"format": "pt"})
     if max_bytes is not None and path.stat().st_size > max_bytes:
         raise InputError(f"{path} has {path.stat().st_size:,} bytes, more than the {max_bytes:,} that are meant for it")
     return path.stat().st_size

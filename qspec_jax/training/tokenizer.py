@@ -61,8 +61,8 @@ def token_bytes(tokenizer: Tokenizer) -> np.ndarray:
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path, *, max_length: int) -> None:
     """Writes tokenizer.json and tokenizer_config.json, which transformers' AutoTokenizer loads."""
-    with whole_file(directory / "tokenizer.json") as draft:
-        tokenizer.save(str(draft))
+    with whole_file(directory / "tokenizer.json") as unfinished:
+        tokenizer.save(str(unfinished))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END_OF_TEXT,

@@ -235,8 +235,8 @@ class Trainer:
     def save(self, path: Path) -> None:
         """Writes everything that `load` needs; a reader finds the old file or the new one, whole."""
         metadata = {"recipe": _recipe_json(self.recipe), "progress": json.dumps(dataclasses.asdict(self.progress))}
-        with whole_file(path) as draft:
-            save_file(_named((self.params, self.state)), draft, metadata=metadata)
+        with whole_file(path) as unfinished:
+            save_file(_named((self.params, self.state)), unfinished, metadata=metadata)
 
     def load(self, path: Path) -> None:
         """Raises InputError for a file that `save` did not write, or wrote for another recipe."""
