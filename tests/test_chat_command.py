@@ -242,7 +242,7 @@ def test_prefill_and_generate_from_the_state(run, fails, talks, tmp_path, caplog
     assert len(found["text"]) == 2 and found["stats"]["prompt_tokens"] == 2 * report["tokens"] + 2 and "states" not in found
     generated = ["generate", "--model", talks, "--state"]
     fails([*generated, saved, "--chat"], "--chat cannot be combined with --state", "qspec chat --state")
-    fails([*generated, saved, "--cache", "kivi", "--draft", "none"], "the state was made with another cache (")
+    fails([*generated, saved, "--cache", "kivi", "--draft", "none"], "the state was made with another cache (int8, here kivi)")
     fails([*generated, saved, "--draft", "quantspec"], "the state was made with another draft (SparseDraft")
     fails([*generated, saved, "--gamma", 5], "num_speculative_tokens 3", "is 5 here")
     fails([*generated, saved, "--cache", "kivi"], "which does not fit what is given")

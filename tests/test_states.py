@@ -178,7 +178,7 @@ def test_a_file_is_for_the_same_model_cache_and_draft(model, tmp_path):
     for other, changed, message in (
         (random_model("float64", seed=1), settings, "other weights;"),
         (random_model("float32"), settings, r"another dtype \(float64, here float32\)"),
-        (model, dataclasses.replace(settings, scheme="paper"), "another cache"),
+        (model, dataclasses.replace(settings, scheme="paper"), r"another cache \(int8:scheme=int8_first, here int8:scheme=paper\)"),
         (model, config(model, "sparse"), r"another draft \(QuantSpecDraft"),
         (random_model("float64", rope_parameters={"rope_type": "default", "rope_theta": 7.0}), settings, "another RoPE"),
     ):

@@ -64,7 +64,8 @@ def _extended(
     *,
     room: Room,
     width: int,
-) -> tuple[Extended, tuple[Float[Array, "B S"], Bool[Array, "B S"]]]:
+    scores: bool,
+) -> tuple[Extended, tuple[Float[Array, "B S"], Bool[Array, "B S"]] | None]:
     """Rows that have read their first end[b] tokens.
 
     Args:
@@ -76,10 +77,11 @@ def _extended(
         end: the number of tokens.
         room: the sizes of the rows.
         width: tokens in a pass.
+        scores: whether the tokens that are read are scored.
 
     Returns:
         The rows; and of each token of `text` that was read, by the logits before it, the log-probability and whether it is the most likely
-        token. Other columns are 0.
+        token. Other columns are 0. None if they are not scored.
     """
     begun = rows.cache.lengths.total
 
@@ -92,18 +94,19 @@ def _extended(
         found, after = target(tokens, positions, LastQueriesCache(cache, queries, count) if queries else cache)
         if queries:
             queries, after = after.queries, after.cache
-        # Of the token that is read first by the logits before, of the others by those of this pass.
-        before = jnp.concatenate([logits[:, None], found[:, :-1]], 1)
-        of_tokens = jnp.take_along_axis(jax.nn.log_softmax(before), tokens[..., None], 2)[..., 0], before.argmax(-1) == tokens
-        at = jnp.where(jnp.arange(width) < count[:, None], positions, text.shape[1])
-        put = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))
-        scored = tuple(put(held, at, new) for held, new in zip(scored, of_tokens, strict=True))
+        if scores:
+            # Of the token that is read first by the logits before, of the others by those of this pass.
+            before = jnp.concatenate([logits[:, None], found[:, :-1]], 1)
+            of_tokens = jnp.take_along_axis(jax.nn.log_softmax(before), tokens[..., None], 2)[..., 0], before.argmax(-1) == tokens
+            at = jnp.where(jnp.arange(width) < count[:, None], positions, text.shape[1])
+            put = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))
+            scored = tuple(put(held, at, new) for held, new in zip(scored, of_tokens, strict=True))
         of_last = jnp.take_along_axis(found, jnp.maximum(count - 1, 0)[:, None, None], 1)[:, 0]
         logits = jnp.where((count > 0)[:, None], of_last, logits)
         cache, _ = after.commit(cache.lengths, count, wait_for=[found.argmax(-1)])
         return cache, queries, logits, scored
 
-    nothing = jnp.zeros(text.shape, rows.logits.dtype), jnp.zeros(text.shape, bool)
+    nothing = (jnp.zeros(text.shape, rows.logits.dtype), jnp.zeros(text.shape, bool)) if scores else None
     carry = rows.cache, rows.queries, rows.logits, nothing
     cache, queries, logits, scored = lax.while_loop(lambda carry: (carry[0].lengths.total < end).any(), block, carry)
     state = rows.draft
@@ -114,4 +117,4 @@ def _extended(
     return Extended(cache, state, logits, queries), scored
 
 
-EXTEND = Compiled(_extended, passes=True, static_argnames=("room", "width"), donate_argnames=("rows",))
+EXTEND = Compiled(_extended, passes=True, static_argnames=("room", "width", "scores"), donate_argnames=("rows",))

@@ -123,18 +123,15 @@ def _reader(prepared: Prepared) -> Reader:
 
 def shapes_of(reader: Reader, room: Room, groups: int) -> tuple[dict[str, Any], Any]:
     """Shapes of the own arrays of a state, by their names in `State`, and of its groups in the pool."""
-    config, draft = reader.model.config, reader.draft
     cache, pooled = jax.eval_shape(lambda: _empty(reader, room)), None
     if reader.pool is not None:
         cache = without_groups(cache)
         pooled = jax.tree.map(lambda x: jax.ShapeDtypeStruct((groups, *x.shape[1:]), x.dtype), reader.pool.groups)
-    count = 0 if draft is None else draft.prompt_queries
-    query = jax.ShapeDtypeStruct((1, count, config.num_heads, config.head_dim), reader.model.dtype)
     own = dict(
         cache=cache,
-        draft=() if draft is None else jax.eval_shape(lambda: _begun(reader, room)),
-        logits=jax.ShapeDtypeStruct((1, config.vocab_size), jnp.promote_types(reader.model.dtype, jnp.float32)),
-        queries=(query,) * config.num_layers if count else (),
+        draft=() if reader.draft is None else jax.eval_shape(lambda: _begun(reader, room)),
+        logits=jax.ShapeDtypeStruct((1, reader.model.config.vocab_size), jnp.promote_types(reader.model.dtype, jnp.float32)),
+        queries=jax.eval_shape(lambda: _queries(reader)),
         adaptive=None,
     )
     return own, pooled
@@ -223,11 +220,15 @@ def _empty(reader: Reader, room: Room) -> Cache:
 
 def _begun(reader: Reader, room: Room) -> Any:
     """The draft's state after prefill, for its shapes."""
-    model, draft = reader.model, reader.draft.in_prefill()
-    queries = jnp.zeros((1, draft.prompt_queries, model.config.num_heads, model.config.head_dim), model.dtype)
-    queries = (queries,) * model.config.num_layers if draft.prompt_queries else ()
     text, n = jnp.zeros((1, room.text), jnp.int32), jnp.ones(1, jnp.int32)
-    return draft.begin(Prompt(text, n, _empty(reader, room), queries, capacity=room.capacity, gamma=room.gamma))
+    prompt = Prompt(text, n, _empty(reader, room), _queries(reader), capacity=room.capacity, gamma=room.gamma)
+    return reader.draft.in_prefill().begin(prompt)
+
+
+def _queries(reader: Reader) -> tuple[Float[Array, "1 Q N H"], ...]:
+    """Queries of no tokens, for their shapes; see `State`."""
+    config, count = reader.model.config, 0 if reader.draft is None else reader.draft.prompt_queries
+    return (jnp.zeros((1, count, config.num_heads, config.head_dim), reader.model.dtype),) * (config.num_layers if count else 0)
 
 
 def _put_first(shapes: Any, held: Any) -> Any:
@@ -270,28 +271,29 @@ class Rows:
         return cache if self.reader.pool is None else self.reader.pool.take_back(cache)
 
     def read(
-        self, states: Sequence[State], texts: Sequence[Sequence[int]], cached: Sequence[int], *, draft: bool = True
-    ) -> tuple[Float[Array, "B S"], Bool[Array, "B S"]]:
+        self, states: Sequence[State], texts: Sequence[Sequence[int]], cached: Sequence[int], *, scores: bool = False
+    ) -> tuple[Float[Array, "B S"], Bool[Array, "B S"]] | None:
         """Reads texts in all rows.
 
         Args:
             states: those that the rows are made of.
             texts: of each row all tokens, which begin with those of its state.
             cached: how many of them to read.
-            draft: whether the draft begins again; else its state stays as it is.
+            scores: whether to score the tokens that are read. The draft then does not begin again: its state stays as it is.
 
         Returns:
-            What `qspec_jax.decoding.extend` says of the probability of each token that was read. That of a pending one means nothing.
+            The scores, as `qspec_jax.decoding.extend` describes them; that of a pending token means nothing.
         """
         reader = self.reader
         text = np.zeros((len(states), self.room.text), np.int32)
         for row, tokens in zip(text, texts, strict=True):
             row[: len(tokens)] = tokens
-        begins = reader.draft.in_prefill() if draft and reader.draft is not None else None
+        begins = None if scores or reader.draft is None else reader.draft.in_prefill()
         before = Extended(self.lent(self.cache), self.draft, self.logits, self.queries)
         args = reader.target, begins, before, _int32(self.num_queries), jnp.asarray(text), _int32(cached)
         new = [end - state.cached for end, state in zip(cached, states, strict=True)]
-        program, _ = EXTEND.compile(*args, room=self.room, width=min(rounded_up(max(new)), self.room.appended + 1, together()))
+        width = min(rounded_up(max(new)), self.room.appended + 1, together())
+        program, _ = EXTEND.compile(*args, room=self.room, width=width, scores=scores)
         found, scored = program(*args)
         self.cache, self.draft, self.logits, self.queries = self.taken_back(found.cache), found.draft, found.logits, found.queries
         if self.queries:

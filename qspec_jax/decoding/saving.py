@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.adaptive import Adaptive
 from qspec_jax.decoding.config import GAMMA, GenerationConfig
 from qspec_jax.decoding.reading import reader_of, shapes_of
@@ -85,7 +86,7 @@ def load_with_notes(path: str | Path, model: Llama, *, config: GenerationConfig 
     reader = reader_of(model, config, header["tokens"])
     for name, own in _identity(reader).items():
         if name in NAMES and header[name] != own:
-            differ = "" if name in HASHED else f" ({header[name]}, here {own})"
+            differ = "" if name in HASHED else f" ({_shown(header[name], own)}, here {_shown(own, header[name])})"
             raise InputError(f"{path}: the state was made with {NAMES[name]}{differ}; give what it was made with, or read the text again")
     room = Room(**header["room"])
     count = 0 if reader.pool is None else reader.schedule.max_flushes(header["cached"])
@@ -143,11 +144,26 @@ def _identity(reader: Reader) -> dict[str, Any]:
         "model": f"{config.num_layers} layers of {config.hidden_size}",
         "dtype": str(reader.model.dtype),
         "rope": f"{config.rope}, {config.max_position_embeddings} positions",
-        "cache": f"{reader.cache}",
+        "cache": _settings_of(reader.cache, config.head_dim),
         "draft": _described(reader.draft),
         "weights": fingerprint(reader.model),
         "draft_weights": fingerprint(reader.draft),
     }
+
+
+def _settings_of(cache: CacheConfig, head_dim: int) -> dict[str, Any]:
+    """The settings of a cache by their names, its kind first."""
+    own = {} if cache.settings is None else dataclasses.asdict(cache.settings)
+    return {"kind": cache.kind, "group": cache.group_size_for(head_dim), "scheme": cache.scheme} | own
+
+
+def _shown(part: Any, other: Any) -> str:
+    """A part of an identity for a message: of two caches of a kind, the settings that differ."""
+    if not isinstance(part, dict):
+        return f"{part}"
+    same = other.get("kind") == part["kind"]
+    differ = [f"{name}={value}" for name, value in part.items() if same and other.get(name) != value]
+    return ":".join([part["kind"], *([",".join(differ)] if differ else [])])
 
 
 def _described(draft: Draft | None) -> str:

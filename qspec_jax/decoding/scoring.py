@@ -70,7 +70,7 @@ def score(state: State, continuations: Sequence[Any], *, tokenizer: Any = None) 
         # A batch of one size, so that there is one program; what fills it up reads the shortest.
         texts += texts[:1] * (min(TOGETHER, len(rows)) - len(texts))
         states, ends = [state] * len(texts), list(map(len, texts))
-        logprobs, likely = (np.asarray(x) for x in joined(states, ends).read(states, texts, ends, draft=False))
+        logprobs, likely = (np.asarray(x) for x in joined(states, ends).read(states, texts, ends, scores=True))
         for b, i in enumerate(indices):
             own = slice(len(state), len(texts[b]))
             found[i] = Score(rows[i], logprobs[b, own].tolist(), bool(likely[b, own].all()))
