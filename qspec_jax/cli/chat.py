@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,8 +22,9 @@ from qspec_jax.files import STANDARD, name_of, read_text
 
 log = logging.getLogger(__name__)
 
-SIGN = "> "
-HELP = """\
+SIGN, SIGN_WITHIN = "> ", ". "
+SEVERAL = '"""'  # around a message of several lines
+HELP = f"""\
 /save FILE    save the conversation, with all that was read
 /load FILE    go on with a conversation that was saved
 /undo         take back the last message and its answer
@@ -30,7 +32,8 @@ HELP = """\
 /help         show this
 /quit         leave, as does Ctrl-D
 //TEXT        send a message that begins with /
-Ctrl-C ends an answer; what it says by then is kept.
+{SEVERAL}           begin a message of several lines, and end it
+Ctrl-C ends an answer, and what it says by then is kept; pressed again before that, it leaves.
 """
 
 
@@ -63,7 +66,7 @@ def chat(
     talk = Conversation(network, tokenizer, **settings)
     if state is not None:
         talk.load(state)
-        _say_loaded(talk)
+        _say_where(talk)
     elif documents:
         began = time.perf_counter()
         count = talk.read_documents()
@@ -79,8 +82,8 @@ class _Chat:
         self._commands: dict[str, Callable[[str], None]] = {
             "/save": self._save,
             "/load": self._load,
-            "/undo": lambda _: talk.undo(),
-            "/reset": lambda _: talk.reset(),
+            "/undo": self._undo,
+            "/reset": self._reset,
             "/help": lambda _: _print(HELP),
         }
 
@@ -91,7 +94,7 @@ class _Chat:
                 import readline  # noqa: F401  (lines are then edited, and earlier ones come back)
             _print("/help lists commands, Ctrl-D leaves\n")
         with CtrlC() as ctrl_c:
-            for line in self._lines(ctrl_c):
+            for line in self._messages(ctrl_c):
                 name, _, rest = line.partition(" ")
                 if name == "/quit":
                     return
@@ -128,19 +131,28 @@ class _Chat:
         sys.stdout.flush()
         _print(f"[{figures(self._talk.answer)}]\n")
 
+    def _undo(self, _: str) -> None:
+        self._talk.undo()
+        _say_where(self._talk)
+
+    def _reset(self, _: str) -> None:
+        self._talk.reset()
+        _say_where(self._talk)
+
     def _save(self, path: str) -> None:
+        path = os.path.expanduser(path)
         self._talk.save(path)
         _print(f"[saved to {path}: {len(self._talk.state):,} tokens in {megabytes(Path(path).stat().st_size)}]\n")
 
     def _load(self, path: str) -> None:
-        self._talk.load(path)
-        _say_loaded(self._talk)
+        self._talk.load(os.path.expanduser(path))
+        _say_where(self._talk)
 
-    def _lines(self, ctrl_c: CtrlC) -> Iterator[str]:
+    def _messages(self, ctrl_c: CtrlC) -> Iterator[str]:
         while True:
             ctrl_c.at_prompt = True
             try:
-                line = self._line()
+                message = self._message()
             except CtrlCAtPrompt:
                 if not self._terminal:
                     raise
@@ -148,11 +160,25 @@ class _Chat:
                 continue
             finally:
                 ctrl_c.at_prompt = False
-            if line is None:
+            if message is None:
                 return
-            yield line
+            yield message
 
-    def _line(self) -> str | None:
+    def _message(self) -> str | None:
+        """The next line, or the lines between two marks of several; None at the end."""
+        line = self._line(SIGN)
+        if line is None or not line.lstrip().startswith(SEVERAL):
+            return line
+        lines = [line.lstrip().removeprefix(SEVERAL)]
+        while not lines[-1].rstrip().endswith(SEVERAL):
+            if (line := self._line(SIGN_WITHIN)) is None:
+                raise InputError(f"the message that {SEVERAL} began has no end; put {SEVERAL} after its last line")
+            lines.append(line)
+        lines[-1] = lines[-1].rstrip().removesuffix(SEVERAL)
+        message = "\n".join(lines).strip("\n")
+        return f"/{message}" if message.startswith("/") else message  # no command
+
+    def _line(self, sign: str) -> str | None:
         """The next line; None at the end."""
         if not self._terminal:
             try:
@@ -162,8 +188,8 @@ class _Chat:
                 raise InputError("standard input: a line is not text in UTF-8") from None
         try:
             if sys.stdout.isatty():
-                return input(SIGN)
-            _print(SIGN)
+                return input(sign)
+            _print(sign)
             line = sys.stdin.readline()
             return line.rstrip("\n") if line else None
         except EOFError:
@@ -184,11 +210,10 @@ def figures(answer: Answer) -> str:
     return ", ".join(parts + [ended[answer.finish_reason]] * (answer.finish_reason in ended))
 
 
-def _say_loaded(talk: Conversation) -> None:
+def _say_where(talk: Conversation) -> None:
     count = sum(message["role"] == "user" for message in talk.messages)
-    _print(
-        f"[{len(talk.state):,} tokens, {count} {'message' if count == 1 else 'messages'} and answers, by draft {talk.config.draft_name}]\n"
-    )
+    tokens = "" if talk.state is None else f"{len(talk.state):,} tokens, "
+    _print(f"[{tokens}{count} {'message' if count == 1 else 'messages'} and answers, by draft {talk.config.draft_name}]\n")
 
 
 def _print(text: str) -> None:

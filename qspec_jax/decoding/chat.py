@@ -1,17 +1,20 @@
 """Chat messages as token ids, by a tokenizer's chat template, and prompts that look as if they should have been messages."""
 
+import datetime
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qspec_jax.errors import InputError, with_type
 
+_CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")  # how templates format the present time
 PROBE = "qspecprobe"  # a text that no template has
 SHAPE = "messages should be a list of objects with role and content"
 
 
-def chat_tokens(tokenizer: Any, messages: Any) -> list[int]:
+def chat_tokens(tokenizer: Any, messages: Any, *, time: datetime.datetime | None = None) -> list[int]:
     """The token ids of a conversation by the chat template, up to where the assistant's answer begins.
 
     Values of None are left out, as if their keys were absent. A content that is a list of text parts goes as it is to a template that
@@ -21,6 +24,7 @@ def chat_tokens(tokenizer: Any, messages: Any) -> list[int]:
     Args:
         tokenizer: with a chat template.
         messages: a list of objects with a role and a content.
+        time: what a template that names the date takes for the present; None: now.
     """
     check_template(tokenizer, "messages need")
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
@@ -34,7 +38,8 @@ def chat_tokens(tokenizer: Any, messages: Any) -> list[int]:
     except UnicodeEncodeError:
         raise InputError("messages have half of a character (a surrogate); they should be text in UTF-8") from None
     try:
-        return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+        fixed = {"chat_template": _dated(tokenizer.chat_template, time)} if time is not None and names_date(tokenizer) else {}
+        return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True, **fixed)["input_ids"]
     except Exception as error:  # of the template, which is the checkpoint's
         raise InputError(f"messages do not fit the chat template ({with_type(error)})") from None
 
@@ -84,6 +89,15 @@ def hint_at_chat(tokenizer: Any, prompt: str, instead: str) -> str | None:
     if not marks or any(mark in prompt for mark in marks):
         return None
     return f"the checkpoint has a chat template, and a prompt without its marks ({' '.join(marks)}) is a raw text; {instead}"
+
+
+def names_date(tokenizer: Any) -> bool:
+    """Whether the chat template has the present date or time in the conversation."""
+    return isinstance(tokenizer.chat_template, str) and _CLOCK.search(tokenizer.chat_template) is not None
+
+
+def _dated(template: str, time: datetime.datetime) -> str:
+    return _CLOCK.sub(lambda found: json.dumps(time.strftime(found[2])), template)
 
 
 def _is_chat(prompt: Any) -> bool:

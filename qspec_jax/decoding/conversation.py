@@ -1,6 +1,7 @@
 """Conversations by a tokenizer's chat template, each of whose turns is read onto the state of those before."""
 
 import dataclasses
+import datetime
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from qspec_jax.decoding.chat import chat_tokens, check_template
+from qspec_jax.decoding.chat import chat_tokens, check_template, names_date
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import stream
 from qspec_jax.decoding.reading import extend, prefill
@@ -63,11 +64,13 @@ class _Point:
     Attributes:
         messages: those so far.
         documents: the text that the next message begins with.
+        time: when the conversation began, which is the date of a template that names one.
         state: what was read, which the tokens of all that follows begin with unless the template rewrites it; None where it is not kept.
     """
 
     messages: tuple[Message, ...]
     documents: str
+    time: datetime.datetime
     state: State | None
 
 
@@ -76,7 +79,8 @@ class Conversation:
 
     Before each answer the template is applied to all messages, and the state is extended by the tokens that are new. Where a template has
     changed earlier ones, as some do that remove an answer's reasoning, what follows the first change is read again; a line in the log
-    (INFO) says so.
+    (INFO) says so. The same holds where the text of an answer is tokenized otherwise than it was generated. A template that names the date
+    is given that of the beginning of the conversation.
 
     Args:
         model: the target.
@@ -86,6 +90,7 @@ class Conversation:
         system: the text of the system message; None: no such message.
         documents: names and texts. The first message begins with them: with each one's name, a colon, an empty line, the text
             and an empty line.
+        room: see `prefill`.
 
     Attributes:
         config: the settings; once something was read, with what draft "auto" became.
@@ -104,14 +109,16 @@ class Conversation:
         key: Key[Array, ""] | None = None,
         system: str | None = None,
         documents: Mapping[str, str] | None = None,
+        room: int | None = None,
     ):
         check_template(tokenizer, "a conversation needs")
         self.model, self.tokenizer, self.config, self.key = model, tokenizer, config or GenerationConfig(), key
+        self._room = room
         if key is None and self.config.temperature:
             raise InputError(f"temperature {self.config.temperature:g} draws tokens at random, so key should be given: jax.random.key(0)")
         first = () if system is None else (_message("system", system),)
         text = "".join(f"{name}:\n\n{document}\n\n" for name, document in (documents or {}).items())
-        self._points = [_Point(first, text, None)]
+        self._points = [_Point(first, text, datetime.datetime.now(), None)]
         self._asked: State | None = None  # of the last message without its answer
         self._reader: Reader | None = None
         self._answers = 0
@@ -173,7 +180,7 @@ class Conversation:
         whole, counts = "".join(piece.text for piece in said), [len(piece.token_ids) for piece in said]
         self._answers += 1
         self._asked = asked
-        self._add(_Point((*messages, _message("assistant", whole)), "", state))
+        self._add(_Point((*messages, _message("assistant", whole)), "", self._now.time, state))
         self.answer = Answer(
             text=whole,
             finish_reason=reason,
@@ -204,15 +211,22 @@ class Conversation:
         """
         if self.state is None:
             raise InputError("there is nothing to save: no document and no message was read")
-        save_state(self.state, path, notes={"messages": self.messages, "documents": self._now.documents})
+        now = self._now
+        save_state(now.state, path, notes={"messages": now.messages, "documents": now.documents, "time": now.time.isoformat()})
 
     def load(self, path: str | Path) -> None:
         """Goes on with a conversation that was saved. Raises InputError as `load_state` does, and for a state of something else."""
         state, notes = load_with_notes(path, self.model, config=self.config)
         if not isinstance(notes, dict) or "messages" not in notes:
-            raise InputError(f"{path}: is the state of a text, not of a conversation; `generate` continues it (qspec generate --state)")
+            raise InputError(
+                f"{path}: is the state of a text, not of a conversation; read the text with `qspec prefill --chat`, or continue it with "
+                "`qspec generate --state`"
+            )
         self._made_by(state.reader)
-        self._add(_Point(tuple(notes["messages"]), notes["documents"], state))
+        time = datetime.datetime.fromisoformat(notes["time"])
+        self._add(_Point(tuple(notes["messages"]), notes["documents"], time, state))
+        if time.date() != datetime.date.today() and names_date(self.tokenizer):
+            log.info("the chat template names the date, which stays that of the saved conversation: %s", time.date())
 
     @property
     def _now(self) -> _Point:
@@ -229,7 +243,7 @@ class Conversation:
         self._reader, self.config = reader, dataclasses.replace(self.config, **reader.settings)
 
     def _tokens(self, messages: Sequence[Message]) -> list[int]:
-        ids, positions = chat_tokens(self.tokenizer, messages), self.model.config.max_length
+        ids, positions = chat_tokens(self.tokenizer, messages, time=self._now.time), self.model.config.max_length
         if len(ids) >= positions:
             raise InputError(
                 f"the conversation would have {len(ids)} tokens, and the model has {positions} positions; go back to an earlier point, or "
@@ -243,17 +257,26 @@ class Conversation:
         kept = [*filter(None, [now, asked, *(point.state for point in reversed(self._points))])]
         beginning = max((_beginning(state, ids) for state in kept), key=_length, default=None)
         if now is not None and _length(beginning) < len(now):
-            same, count = _common(now.tokens, ids), len(ids) - _length(beginning)
-            log.info("the chat template has changed the conversation after its first %d tokens, so %d are read again", same, count)
+            self._say_why(now, ids, _length(beginning))
         if beginning is not None:
             return extend(beginning, ids[len(beginning) :]), len(ids) - len(beginning)
         if self._reader is None:
-            state = prefill(self.model, ids, config=self.config)
+            state = prefill(self.model, ids, config=self.config, room=self._room)
             self._made_by(state.reader)
             return state, len(ids)
         # The draft is made once, and the reader knows its text, which a file is given.
         config = dataclasses.replace(self.config, draft=self._reader.draft or NONE)
-        return dataclasses.replace(prefill(self.model, ids, config=config), reader=self._reader), len(ids)
+        return dataclasses.replace(prefill(self.model, ids, config=config, room=self._room), reader=self._reader), len(ids)
+
+    def _say_why(self, now: State, ids: list[int], first: int) -> None:
+        """Says why tokens from number `first` on are read again, though a state of more was kept."""
+        same = _common(now.tokens, ids)
+        if self.tokenizer.decode(ids).startswith(self.tokenizer.decode(now.tokens)):
+            log.info("the text of an answer has other tokens than it was generated by, so tokens from %d on are read again", first)
+        else:
+            log.info(
+                "the chat template has changed the conversation after its first %d tokens, so those from %d on are read again", same, first
+            )
 
 
 def _message(role: str, text: str) -> Message:

@@ -19,6 +19,7 @@ from qspec_jax.errors import InputError
 from qspec_jax.states.pages import HeldPages, PagePool
 
 Groups = tuple[tuple[Planes, Planes], ...]  # keys and values of each layer's pages
+_MIN_GROWTH = 16  # pages by which a pool grows: programs are compiled for its size
 _pools: "WeakValueDictionary[Hashable, Pool]" = WeakValueDictionary()
 
 
@@ -53,7 +54,7 @@ class Pool:
     def reserve(self, count: int) -> HeldPages:
         """Pages that nothing else holds. The pool grows if it has too few."""
         if (pages := self.pages.reserve(count)) is None:
-            self._grow(self.pages.size + max(count - self.pages.free, self.pages.size // 4))
+            self._grow(self.pages.size + max(count - self.pages.free, self.pages.size // 4, _MIN_GROWTH))
             pages = self.pages.reserve(count)
         return HeldPages(self.pages, pages)
 
