@@ -376,7 +376,7 @@ def bench_states(
     ] = None,
     as_json: Json = False,
 ):
-    """Questions and samples from a state of a document, against reading it again for each of them."""
+    """Questions and samples from a state, against reading again."""
     if arch is not None and (model is not None or file or dtype):
         raise InputError("--arch has random weights in bfloat16 and random documents; leave out --model, --file and --dtype")
     if simulate_ratio is not None and temperature:
