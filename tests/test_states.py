@@ -152,7 +152,7 @@ def test_trim_goes_back_within_the_buffer_only(model):
     with pytest.raises(InputError, match="has 32 of them quantized, so it can be trimmed to 40 or more, not to 39"):
         longer.trim(39)
     evicting = prefill(model, TEXT[:40], config=config(model, cache=CACHES[3]))
-    with pytest.raises(InputError, match="forgets tokens"):
+    with pytest.raises(InputError, match="forgets what it held"):
         evicting.trim(39)
 
 

@@ -174,7 +174,7 @@ class CacheConfig:
     @property
     def trims(self) -> bool:
         """Whether a row may be cut back to fewer tokens of which the same ones are quantized."""
-        return CACHES[self.kind].trims
+        return CACHES[self.kind].trims and not self.guesses  # which have chosen what was fetched
 
     @property
     def guesses(self) -> bool:

@@ -93,12 +93,15 @@ class SpeCache(Cache):
     """See the module. It is read in one way, whatever the view.
 
     missed: for each row, whether the fetched tokens were chosen by a wrong guess at the token that the next pass begins with. The code that
-    makes the guess sets it (`qspec_jax.drafts.guess`, `qspec_jax.evaluate.perplexity`); only `fetch=checked` reads it.
+    makes the guess sets it (`qspec_jax.drafts.guess`, `qspec_jax.evaluate.scoring`); only `fetch=checked` reads it.
+
+    chooses: the rows for which the next pass chooses tokens. A row that has ended keeps its own, by which a state goes on.
     """
 
     layers: tuple[SpeCacheLayer, ...]
     lengths: Lengths
     missed: Bool[Array, "B"]
+    chooses: Bool[Array, "B"]
     settings: SpeCacheSettings = dataclasses.field(metadata={"static": True})
 
     Settings: ClassVar[type] = SpeCacheSettings
@@ -135,7 +138,7 @@ class SpeCache(Cache):
             room = settings.residual if layer.keys.tokens else 0
             store = jnp.zeros((*shape, layer.keys.tokens + room, 2, model.head_dim), dtype)
             layers.append(SpeCacheLayer(layer, to_host(store) if settings.in_host_memory else store, none))
-        return cls(tuple(layers), no_tokens(batch), jnp.zeros(batch, bool), settings)
+        return cls(tuple(layers), no_tokens(batch), jnp.zeros(batch, bool), jnp.ones(batch, bool), settings)
 
     def reads(self, view, tokens):
         reads = self._codes.reads(view, tokens)
@@ -180,6 +183,7 @@ class SpeCache(Cache):
             fetched = at_most_once(self.missed.any(), lambda _: self._chosen_by_first(q, codes, old, self.missed), fetched)
         attended, positions = attend_and_choose(q, codes, lengths, fetched, fetched.positions.shape[2])
         if self.settings.fetch != "now":
+            positions = where_rows(self.chooses, positions, old.fetched.positions)
             fetched = self._fetched(old.store, positions, fetched)
         return attended, SpeCacheLayer(codes, old.store, fetched), None
 

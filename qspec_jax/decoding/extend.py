@@ -70,13 +70,13 @@ def _extended(
 
     Args:
         target: the model that reads.
-        draft: it begins again at the end; None without one.
+        draft: it begins again at the end, unless it makes the guesses that the cache is read by; None without one.
         rows: before that; logits of a row that reads nothing stay.
         num_queries: how many of each row's `queries` are known.
         text: the tokens of the rows, those that were read before among them, padded on the right.
         end: the number of tokens.
         room: the sizes of the rows.
-        width: tokens in a pass.
+        width: tokens in a pass, besides a guess at the next one.
         scores: whether the tokens that are read are scored.
 
     Returns:
@@ -85,13 +85,22 @@ def _extended(
     """
     begun = rows.cache.lengths.total
 
+    guesses = draft is not None and draft.guesses
+
     def block(carry: tuple) -> tuple:
-        cache, queries, logits, scored = carry
+        cache, state, queries, logits, scored = carry
         n = cache.lengths.total
         count = jnp.clip(jnp.minimum(end - n - 1, cache.draft_room) + 1, 0, width)
         positions = n[:, None] + jnp.arange(width)
         tokens = jnp.take_along_axis(text, jnp.minimum(positions, text.shape[1] - 1), 1)
-        found, after = target(tokens, positions, LastQueriesCache(cache, queries, count) if queries else cache)
+        if guesses:
+            state, cache = draft.before_pass(state, cache, tokens[:, 0], n, count > 0)
+            with_guess = jnp.concatenate([tokens, state.guess[:, None]], 1)
+            found, after = target(with_guess, n[:, None] + jnp.arange(width + 1), cache)
+            state = draft.after_pass(state, found[:, width].argmax(-1), count > 0)
+            found = found[:, :width]
+        else:
+            found, after = target(tokens, positions, LastQueriesCache(cache, queries, count) if queries else cache)
         if queries:
             queries, after = after.queries, after.cache
         if scores:
@@ -104,13 +113,13 @@ def _extended(
         of_last = jnp.take_along_axis(found, jnp.maximum(count - 1, 0)[:, None, None], 1)[:, 0]
         logits = jnp.where((count > 0)[:, None], of_last, logits)
         cache, _ = after.commit(cache.lengths, count, wait_for=[found.argmax(-1)])
-        return cache, queries, logits, scored
+        return cache, state, queries, logits, scored
 
     nothing = (jnp.zeros(text.shape, rows.logits.dtype), jnp.zeros(text.shape, bool)) if scores else None
-    carry = rows.cache, rows.queries, rows.logits, nothing
-    cache, queries, logits, scored = lax.while_loop(lambda carry: (carry[0].lengths.total < end).any(), block, carry)
-    state = rows.draft
-    if draft is not None:
+    carry = rows.cache, rows.draft if guesses else None, rows.queries, rows.logits, nothing
+    cache, guessed, queries, logits, scored = lax.while_loop(lambda carry: (carry[0].lengths.total < end).any(), block, carry)
+    state = guessed if guesses else rows.draft
+    if draft is not None and not guesses:
         known = jnp.minimum(num_queries + end - begun, draft.prompt_queries)
         shapes = dict(capacity=room.capacity, gamma=room.gamma)
         state = draft.begin_again(state, Prompt(text, end, cache, queries, num_queries=known, **shapes), begun)

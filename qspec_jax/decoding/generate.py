@@ -15,7 +15,7 @@ from qspec_jax.decoding import state
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.prepare import Prepared, prepare
-from qspec_jax.decoding.reading import Continued, makes_states, states_of
+from qspec_jax.decoding.reading import Continued, states_of
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.sampling import Sampler, make_sampler
 from qspec_jax.decoding.state import DecodeState, Logprobs, stopped
@@ -340,7 +340,7 @@ class Run:
             self.decode_s += time.perf_counter() - began
 
     def _prefilled(self) -> tuple[DecodeState, float]:
-        if self.prepared.states or (self.prepared.samples > 1 and makes_states(self.prepared)):
+        if self.prepared.states or self.prepared.samples > 1:
             began = time.perf_counter()
             self.continued = Continued(self.prepared.states or states_of(self.prepared), self.prompts, self.max_new_tokens)
             state = self.continued.begin(self.engine, self.sampler, self.keys, self.limits)

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from qspec_jax.caches.cache import Cache, PooledCache
@@ -16,17 +15,18 @@ from qspec_jax.decoding.compiled import rounded_up
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine, max_drafts
 from qspec_jax.decoding.extend import EXTEND, Extended
+from qspec_jax.decoding.host_residence import none_resident
 from qspec_jax.decoding.limits import Limits
 from qspec_jax.decoding.prepare import OF_STATES, Prepared, config_of, prepare
 from qspec_jax.decoding.requests import check_length, checked_prompt
 from qspec_jax.decoding.sampling import Sampler
 from qspec_jax.decoding.state import DecodeState
-from qspec_jax.drafts.draft import Prompt
+from qspec_jax.decoding.state_arrays import concatenated, enlarged, first_groups, row_of
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
 from qspec_jax.states.pages import HeldPages
-from qspec_jax.states.pool import Pool, without_groups
+from qspec_jax.states.pool import Pool
 from qspec_jax.states.state import Reader, Room, State
 
 ROOM = 4096  # tokens for which a state has room after its prompt, unless said otherwise
@@ -52,12 +52,6 @@ def prefill(model: Llama, prompt: Any, *, config: GenerationConfig | None = None
     prepared = prepare(model, [prompt], config=_greedy(config or GenerationConfig()), tokenizer=tokenizer)
     reader, tokens = _reader(prepared), prepared.prompts[0]
     return _read(reader, tokens, room_for(reader, len(tokens), ROOM if room is None else room))
-
-
-def makes_states(prepared: Prepared) -> bool:
-    """Whether the cache of these requests makes states."""
-    cache = prepared.configs[0].cache_config
-    return not (cache.in_host_memory or cache.guesses)
 
 
 def states_of(prepared: Prepared) -> list[State]:
@@ -110,31 +104,13 @@ def _read(reader: Reader, tokens: Sequence[int], room: Room) -> State:
 
 def _reader(prepared: Prepared) -> Reader:
     model, config = prepared.model, prepared.requests[0].config
-    cache = config.cache_config
-    if not makes_states(prepared):
-        raise InputError(f"cache {config.cache} makes no states: its tokens are in host memory, or chosen by a guess")
+    cache = none_resident(config.cache_config)  # a state is copied where it is continued, for which the device should have room
     settings = {name: getattr(config, name) for name in OF_STATES} | {"draft": prepared.config.draft}
     reader = Reader(model, prepared.draft, cache, settings)
     if not cache.pools:
         return reader
-    empty = jax.eval_shape(lambda: _empty(reader, Room(0, 1, 0, 0)))
-    return dataclasses.replace(reader, pool=Pool.of((id(model), cache, str(model.dtype)), empty))
-
-
-def shapes_of(reader: Reader, room: Room, groups: int) -> tuple[dict[str, Any], Any]:
-    """Shapes of the own arrays of a state, by their names in `State`, and of its groups in the pool."""
-    cache, pooled = jax.eval_shape(lambda: _empty(reader, room)), None
-    if reader.pool is not None:
-        cache = without_groups(cache)
-        pooled = jax.tree.map(lambda x: jax.ShapeDtypeStruct((groups, *x.shape[1:]), x.dtype), reader.pool.groups)
-    own = dict(
-        cache=cache,
-        draft=() if reader.draft is None else jax.eval_shape(lambda: _begun(reader, room)),
-        logits=jax.ShapeDtypeStruct((1, reader.model.config.vocab_size), jnp.promote_types(reader.model.dtype, jnp.float32)),
-        queries=jax.eval_shape(lambda: _queries(reader)),
-        adaptive=None,
-    )
-    return own, pooled
+    pool = Pool.of((id(model), cache, str(model.dtype)), lambda: first_groups(reader.target, cache))
+    return dataclasses.replace(reader, pool=pool)
 
 
 def room_for(reader: Reader, tokens: int, more: int) -> Room:
@@ -204,40 +180,8 @@ def read_to(state: State, tokens: Int[np.ndarray, "n"], cached: int) -> State:
 
 def with_room(state: State, room: Room) -> State:
     """The state with larger arrays, in which what it holds comes first."""
-    reader, cache = state.reader, state.cache
-    if reader.pool is None:
-        cache = _put_first(jax.eval_shape(lambda: _empty(reader, room)), cache)
-    draft = state.draft
-    if reader.draft is not None:
-        draft = _put_first(jax.eval_shape(lambda: _begun(reader, room)), draft)
-    return dataclasses.replace(state, cache=cache, draft=draft, room=room)
-
-
-def _empty(reader: Reader, room: Room) -> Cache:
-    sizes = dict(batch=1, capacity=room.capacity, num_speculative_tokens=room.appended, dtype=reader.model.dtype)
-    return reader.cache.empty(reader.model.config, **sizes)
-
-
-def _begun(reader: Reader, room: Room) -> Any:
-    """The draft's state after prefill, for its shapes."""
-    text, n = jnp.zeros((1, room.text), jnp.int32), jnp.ones(1, jnp.int32)
-    prompt = Prompt(text, n, _empty(reader, room), _queries(reader), capacity=room.capacity, gamma=room.gamma)
-    return reader.draft.in_prefill().begin(prompt)
-
-
-def _queries(reader: Reader) -> tuple[Float[Array, "1 Q N H"], ...]:
-    """Queries of no tokens, for their shapes; see `State`."""
-    config, count = reader.model.config, 0 if reader.draft is None else reader.draft.prompt_queries
-    return (jnp.zeros((1, count, config.num_heads, config.head_dim), reader.model.dtype),) * (config.num_layers if count else 0)
-
-
-def _put_first(shapes: Any, held: Any) -> Any:
-    """Arrays of these shapes that begin with those held, and are 0 beyond them."""
-
-    def put(shape, x):
-        return jnp.pad(x, [(0, size - own) for size, own in zip(shape.shape, x.shape, strict=True)])
-
-    return jax.tree.unflatten(jax.tree.structure(shapes), map(put, jax.tree.leaves(shapes), jax.tree.leaves(held)))
+    cache, draft = enlarged(state.reader, room, None if state.reader.pool else state.cache, state.draft)
+    return dataclasses.replace(state, cache=state.cache if cache is None else cache, draft=draft, room=room)
 
 
 @dataclasses.dataclass
@@ -279,7 +223,7 @@ class Rows:
             states: those that the rows are made of.
             texts: of each row all tokens, which begin with those of its state.
             cached: how many of them to read.
-            scores: whether to score the tokens that are read. The draft then does not begin again: its state stays as it is.
+            scores: whether to score the tokens that are read. A draft then does not begin again: its state stays as it is.
 
         Returns:
             The scores, as `qspec_jax.decoding.extend` describes them; that of a pending token means nothing.
@@ -288,11 +232,13 @@ class Rows:
         text = np.zeros((len(states), self.room.text), np.int32)
         for row, tokens in zip(text, texts, strict=True):
             row[: len(tokens)] = tokens
-        begins = None if scores or reader.draft is None else reader.draft.in_prefill()
+        begins = reader.begins
+        if begins is not None and not begins.guesses:
+            begins = None if scores else begins.in_prefill()
         before = Extended(self.lent(self.cache), self.draft, self.logits, self.queries)
         args = reader.target, begins, before, _int32(self.num_queries), jnp.asarray(text), _int32(cached)
         new = [end - state.cached for end, state in zip(cached, states, strict=True)]
-        width = min(rounded_up(max(new)), self.room.appended + 1, together())
+        width = min(rounded_up(max(new)), self.room.appended + 1, together()) if reader.cache.takes_drafts else 1
         program, _ = EXTEND.compile(*args, room=self.room, width=width, scores=scores)
         found, scored = program(*args)
         self.cache, self.draft, self.logits, self.queries = self.taken_back(found.cache), found.draft, found.logits, found.queries
@@ -302,7 +248,7 @@ class Rows:
 
     def state(self, b: int, before: State, tokens: Int[np.ndarray, "n"], cached: int) -> State:
         """The state of a row that has read `cached` of these tokens. before: the state that the row was made of."""
-        cache, draft, logits, queries = _row((self.cache, self.draft, self.logits, self.queries), b)
+        cache, draft, logits, queries = row_of((self.cache, self.draft, self.logits, self.queries), b)
         pages = None
         if self.pages is not None:
             pages = self.reader.pool.shorter(self.pages[b], self.reader.schedule.max_flushes(cached))
@@ -325,7 +271,7 @@ def joined(states: Sequence[State], lengths: Sequence[int]) -> Rows:
     dtype = jnp.promote_types(reader.model.dtype, jnp.float32)
     none = jnp.zeros((1, reader.model.config.vocab_size), dtype)
     parts = [(state.cache, state.draft, none if state.logits is None else state.logits, state.queries) for state in states]
-    cache, draft, logits, queries = _concatenated(*parts)
+    cache, draft, logits, queries = concatenated(parts)
     pages = None
     if (pool := reader.pool) is not None:
         schedule = reader.schedule
@@ -369,7 +315,7 @@ class Continued:
             row[: len(tokens)] = tokens
         waiting = _int32([tokens[-1] if waits else -1 for tokens, waits in zip(self._texts, pending, strict=True)])
         histories = [Adaptive.begin(1) if state.adaptive is None else state.adaptive for state in states]
-        adaptive = None if limits.draft_cost is None else _concatenated(*histories)
+        adaptive = None if limits.draft_cost is None else concatenated(histories)
         started = engine.resume(rows.logits, jnp.asarray(text), _int32(cached), sampler, keys, limits, waiting, adaptive)
         return dataclasses.replace(started, cache=rows.cache, draft=rows.draft)
 
@@ -392,9 +338,9 @@ class Continued:
         that was kept before the round, and reads those that count.
         """
         if int(state.emitted[b]) == len(new):
-            self.states[b] = self._state(_row(state, b), b, new)
+            self.states[b] = self._state(row_of(state, b), b, new)
             return
-        row = _row(self._kept, b)
+        row = row_of(self._kept, b)
         before = self._before[b]
         if count := int(row.emitted[0]):
             before = self._state(row, b, new[:count])
@@ -418,13 +364,3 @@ def _alone(cache: Cache) -> Cache:
 
 def _int32(numbers: Sequence[int]) -> Int[Array, "B"]:
     return jnp.array(numbers, jnp.int32)
-
-
-@jax.jit
-def _concatenated(*trees: Any) -> Any:
-    return jax.tree.map(lambda *rows: jnp.concatenate(rows), *trees)
-
-
-@jax.jit
-def _row(tree: Any, b: Array) -> Any:
-    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, b, 1), tree)

@@ -75,6 +75,7 @@ class CurrentRound:
     pending: Int[Array, "B"]
     position: Int[Array, "B"]
     eligible: Int[Array, "B"]
+    running: Bool[Array, "B"]
     keys: Key[Array, "B"]
     emitted: Int[Array, "B"]
     seen: Bool[Array, "B V"] | None
@@ -140,9 +141,8 @@ def current_round(sampler: Sampler, state: DecodeState, limits: Limits, running:
     eligible = jnp.where(running, eligible, 0)
     lengths = state.cache.lengths
     varies = state.adaptive is not None or limits.min_confidence is not None
-    return CurrentRound(
-        lengths, state.pending, lengths.total, eligible, state.keys, state.emitted, state.seen, sampler, limits, state.gamma, varies
-    )
+    of_rows = lengths, state.pending, lengths.total, eligible, running, state.keys, state.emitted, state.seen
+    return CurrentRound(*of_rows, sampler, limits, state.gamma, varies)
 
 
 def begin(draft: Draft | None, prompt: Prompt) -> Any:

@@ -11,11 +11,14 @@ import numpy as np
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.adaptive import Adaptive
 from qspec_jax.decoding.config import GAMMA, GenerationConfig
-from qspec_jax.decoding.reading import reader_of, shapes_of
+from qspec_jax.decoding.prepare import OF_STATES
+from qspec_jax.decoding.reading import ROOM, reader_of
+from qspec_jax.decoding.state_arrays import shapes_of
 from qspec_jax.drafts.draft import Draft
-from qspec_jax.errors import InputError
+from qspec_jax.errors import InputError, listed
 from qspec_jax.files import is_replaced
 from qspec_jax.models.llama import Llama
+from qspec_jax.models.prompts import bucket
 from qspec_jax.states import file
 from qspec_jax.states.fingerprint import fingerprint
 from qspec_jax.states.state import Reader, Room, State
@@ -33,6 +36,12 @@ NAMES = {
     "draft_weights": "other weights of the draft",
 }
 HASHED = ("weights", "draft_weights")
+KNOWN = {"logits": bool, "adaptive": bool}
+# The parts of a header, and of its part "room", with their types.
+TYPES = {"format": int, "identity": dict, "room": dict, "known": dict, "settings": dict, "notes": object}
+TYPES |= dict.fromkeys(("tokens", *COUNTS), int)
+ROOM_TYPES = {field.name: int for field in dataclasses.fields(Room)}
+NO_STATE, AGAIN = "is no state that this program saved", "make the state again"
 TOKENS, GROUPS, OWN = "tokens", "groups", "own"  # first parts of the names of arrays
 
 
@@ -45,18 +54,18 @@ def save_state(state: State, path: str | Path, *, notes: Any = None) -> None:
         notes: anything that JSON can express, which `load_with_notes` returns.
 
     Raises:
-        InputError: if the file cannot be written, and for a model that is divided over devices.
+        InputError: if the file cannot be written, and for a model that is divided over several processes.
     """
     path = Path(path)
     if not is_replaced(path):
         raise InputError(f"{path}: a state should be saved to a file, since its checksum is written last")
-    if state.reader.model.axis is not None:
-        raise InputError("a state of a model that is divided over devices cannot be saved")
+    if not state.reader.model.embedding.get_value().is_fully_addressable:
+        raise InputError("a state of a model that is divided over several processes cannot be saved; divide it over the devices of one")
     arrays = {TOKENS: state.tokens} | _named(OWN, _own(state))
     if state.pages is not None:
         arrays |= _named(GROUPS, state.reader.pool.groups_of(state.pages))
-    header = _identity(state.reader) | {name: getattr(state, name) for name in COUNTS}
-    header |= {"room": dataclasses.asdict(state.room), "tokens": len(state), "known": _known(state), "notes": notes}
+    header = {"format": FORMAT, "identity": _identity(state.reader), "room": dataclasses.asdict(state.room), "tokens": len(state)}
+    header |= {name: getattr(state, name) for name in COUNTS} | {"known": _known(state), "notes": notes}
     header["settings"] = {name: value for name, value in state.reader.settings.items() if isinstance(value, str | int)}
     file.write(path, header, {name: jnp.asarray(x) for name, x in arrays.items()})
 
@@ -81,12 +90,16 @@ def load_with_notes(path: str | Path, model: Llama, *, config: GenerationConfig 
     path = Path(path)
     header = file.read_header(path)
     if header.get("format") != FORMAT:
-        raise InputError(f"{path}: has version {header.get('format')} of the format of states, and this program reads version {FORMAT}")
+        raise InputError(
+            f"{path}: has version {header.get('format')!r:.60} of the format of states, and this program reads version {FORMAT}"
+        )
+    if fault := _fault(header, model):
+        raise InputError(f"{path}: {NO_STATE}, since {fault}; {AGAIN}")
     config = _config_for(path, header["settings"], config or GenerationConfig())
-    reader = reader_of(model, config, header["tokens"])
+    reader = reader_of(model, config, min(header["tokens"], model.config.max_length - 1))
     for name, own in _identity(reader).items():
-        if name in NAMES and header[name] != own:
-            differ = "" if name in HASHED else f" ({_shown(header[name], own)}, here {_shown(own, header[name])})"
+        if (found := header["identity"][name]) != own:
+            differ = "" if name in HASHED else f" ({_shown(found, own)}, here {_shown(own, found)})"
             raise InputError(f"{path}: the state was made with {NAMES[name]}{differ}; give what it was made with, or read the text again")
     room = Room(**header["room"])
     count = 0 if reader.pool is None else reader.schedule.max_flushes(header["cached"])
@@ -100,12 +113,41 @@ def load_with_notes(path: str | Path, model: Llama, *, config: GenerationConfig 
     def of(part: str, tree: Any) -> Any:
         return jax.tree.unflatten(jax.tree.structure(tree), [arrays[name] for name in _named(part, tree)])
 
+    tokens, held, cached = np.asarray(arrays[TOKENS]), of(OWN, own), header["cached"]
+    if tokens.min() < 0 or tokens.max() >= (size := model.config.vocab_size):
+        raise InputError(f"{path}: {NO_STATE}, since it has token ids outside the vocabulary of {size}; {AGAIN}")
+    if jax.device_get(held["cache"].lengths) != jax.device_get(reader.schedule.lengths(jnp.array([cached], jnp.int32))):
+        raise InputError(f"{path}: {NO_STATE}, since the lengths of its cache are not those of {cached} tokens; {AGAIN}")
     pages = None
     if reader.pool is not None:
         pages = reader.pool.reserve(count)
         reader.pool.fill(pages, of(GROUPS, groups))
     counts = {name: header[name] for name in COUNTS}
-    return State(np.asarray(arrays[TOKENS]), **of(OWN, own), **counts, room=room, reader=reader, pages=pages), header["notes"]
+    return State(tokens, **held, **counts, room=room, reader=reader, pages=pages), header["notes"]
+
+
+def _fault(header: dict[str, Any], model: Llama) -> str | None:
+    """What a header has that no state of the model has; None without a fault. Nothing of the sizes that it names is allocated."""
+    for part, types in ((header, TYPES), (header.get("room"), ROOM_TYPES), (header.get("known"), KNOWN), (header.get("identity"), NAMES)):
+        if set(part) != set(types):
+            return f"its header has {listed(sorted(part))}, which should be {listed(types)}"
+        for name, kind in types.items():
+            if types is not NAMES and type(part[name]) is not kind and kind is not object:
+                return f"{name} is {part[name]!r:.60} in its header"
+    tokens, cached, longest = header["tokens"], header["cached"], model.config.max_length
+    if not 1 <= tokens <= longest:
+        return f"it has {tokens} tokens, and the model positions for {longest}"
+    if not max(1, tokens - 1) <= cached <= tokens or not 0 <= header["num_queries"] <= cached:
+        return f"of its {tokens} tokens {cached} are cached, with queries of {header['num_queries']}"
+    room = Room(**header["room"])
+    if not (0 < room.text <= room.capacity <= 2 * bucket(longest) + ROOM and 0 <= room.gamma <= room.appended <= ROOM):
+        return f"its room is {room}"
+    if room.capacity < tokens:
+        return f"it has {tokens} tokens, and room for {room.capacity}"
+    types = dict.fromkeys(OF_STATES, str) | dict.fromkeys(("group_size", "num_speculative_tokens"), int)
+    if any(type(value) is not types.get(name) for name, value in header["settings"].items()):
+        return f"its settings are {header['settings']!r:.60}"
+    return None
 
 
 def _config_for(path: Path, stored: dict[str, Any], config: GenerationConfig) -> GenerationConfig:
@@ -128,7 +170,7 @@ def _own(state: State) -> dict[str, Any]:
 
 
 def _known(state: State) -> dict[str, bool]:
-    return {name: getattr(state, name) is not None for name in ("logits", "adaptive")}
+    return {name: getattr(state, name) is not None for name in KNOWN}
 
 
 def _named(part: str, tree: Any) -> dict[str, Any]:
@@ -140,7 +182,6 @@ def _identity(reader: Reader) -> dict[str, Any]:
     """What a state depends on besides its tokens."""
     config = reader.model.config
     return {
-        "format": FORMAT,
         "model": f"{config.num_layers} layers of {config.hidden_size}",
         "dtype": str(reader.model.dtype),
         "rope": f"{config.rope}, {config.max_position_embeddings} positions",

@@ -123,6 +123,7 @@ class Round(Protocol):
         pending: each row's last token, whose keys and values are not cached yet.
         position: the position of that token.
         eligible: how many drafts each row may use.
+        running: the rows that have not ended; the state of others should stay as it is.
         gamma: the maximum number of drafts of any row.
         varies: whether rows may draft fewer than gamma for other reasons than a flush or the end of a row (adaptive drafting, a minimum
             confidence, a draft within a draft); if not, all gamma steps are made.
@@ -131,6 +132,7 @@ class Round(Protocol):
     pending: Int[Array, "B"]
     position: Int[Array, "B"]
     eligible: Int[Array, "B"]
+    running: Bool[Array, "B"]
     gamma: int
     varies: bool
 

@@ -24,12 +24,12 @@ class GuessState:
 
     Attributes:
         guess: the guess at the token after the pending one.
-        missed: whether the pending token differs from the guess at it.
+        of_pending: the guess at the pending token itself, by which tokens were fetched.
         begun: whether the row has had the pass before its first round, which makes the first guess.
     """
 
     guess: Int[Array, "B"]
-    missed: Bool[Array, "B"]
+    of_pending: Int[Array, "B"]
     begun: Bool[Array, "B"]
 
 
@@ -47,29 +47,41 @@ class NextTokenGuess(Draft):
     guesses = True
 
     def begin(self, prompt: Prompt) -> GuessState:
-        no = jnp.zeros(prompt.n.shape, bool)
-        return GuessState(jnp.zeros_like(prompt.n), no, no)
+        none = jnp.zeros_like(prompt.n)
+        return GuessState(none, none, jnp.zeros(prompt.n.shape, bool))
 
     def propose(self, state: GuessState, cache: Cache, current: Round) -> tuple[Proposal, GuessState, Cache]:
+        state, cache = self.before_pass(state, cache, current.pending, current.position, current.running)
+        tokens = jnp.broadcast_to(state.guess[:, None], (state.guess.shape[0], current.gamma))
+        vocabulary = self.step.model.config.vocab_size
+        return Proposal(tokens, current.certain(tokens, vocabulary), jnp.zeros_like(current.eligible)), state, cache
+
+    def commit(self, state: GuessState, result: RoundResult, cache: Cache) -> GuessState:
+        return self.after_pass(state, result.top_tokens[:, 1], result.count > 0)
+
+    def before_pass(
+        self, state: GuessState, cache: Cache, pending: Int[Array, "B"], position: Int[Array, "B"], running: Bool[Array, "B"]
+    ) -> tuple[GuessState, Cache]:
+        """The state with a guess, and the cache ready for a pass over the pending token and that guess. running: the rows that go on."""
+
         def pre_decoded(carry):
             state, cache = carry
-            logits, stepped = self.step(current.pending[:, None], current.position[:, None], cache)
+            logits, stepped = self.step(pending[:, None], position[:, None], cache)
             layers = (
                 dataclasses.replace(after, fetched=where_rows(~state.begun, after.fetched, before.fetched))
                 for after, before in zip(stepped.layers, cache.layers, strict=True)
             )
             guess = where_rows(~state.begun, logits[:, 0].argmax(-1).astype(state.guess.dtype), state.guess)
+            of_pending = where_rows(~state.begun, pending, state.of_pending)
             after = dataclasses.replace(stepped, layers=tuple(layers)).rollback(cache.lengths)
-            return dataclasses.replace(state, guess=guess, begun=jnp.ones_like(state.begun)), after
+            return GuessState(guess, of_pending, state.begun | running), after
 
-        state, cache = at_most_once(~state.begun.all(), pre_decoded, (state, cache))
-        tokens = jnp.broadcast_to(state.guess[:, None], (state.guess.shape[0], current.gamma))
-        vocabulary = self.step.model.config.vocab_size
-        proposal = Proposal(tokens, current.certain(tokens, vocabulary), jnp.zeros_like(current.eligible))
-        return proposal, state, dataclasses.replace(cache, missed=state.missed)
-
-    def commit(self, state: GuessState, result: RoundResult, cache: Cache) -> GuessState:
-        went_on, guess = result.count > 0, result.top_tokens[:, 1].astype(state.guess.dtype)
         # In a row that has ended nothing is missed, or the others would wait for what it chooses.
-        missed = went_on & (result.tokens[:, 0] != state.guess)
-        return dataclasses.replace(state, guess=jnp.where(went_on, guess, state.guess), missed=missed)
+        cache = dataclasses.replace(cache, chooses=running, missed=jnp.zeros_like(running))
+        state, cache = at_most_once((running & ~state.begun).any(), pre_decoded, (state, cache))
+        return state, dataclasses.replace(cache, missed=running & (pending != state.of_pending))
+
+    def after_pass(self, state: GuessState, guess: Int[Array, "B"], running: Bool[Array, "B"]) -> GuessState:
+        """The state after that pass. guess: the model's most likely token after the guess that it was given."""
+        new = GuessState(guess.astype(state.guess.dtype), state.guess, state.begun)
+        return where_rows(running, new, state)

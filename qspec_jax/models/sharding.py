@@ -152,21 +152,25 @@ def _with_empty(arrays: Sequence[Array], shapes: Sequence[jax.ShapeDtypeStruct])
     return [next(given) if x.size else jnp.zeros(x.shape, x.dtype) for x in shapes]
 
 
-def divided_over(mesh: Mesh | None, function: Callable) -> Callable:
-    """The function of arrays, jitted for the parts on each device of a mesh; for None, the function itself."""
-    return function if mesh is None else functools.partial(_call, function, mesh)
+def divided_over(mesh: Mesh | None, function: Callable, *, donate: int | None = None) -> Callable:
+    """The function of arrays, jitted for the parts on each device of a mesh; for None, the function itself.
+
+    donate: the index of an argument that the function may consume, which a function for None has to say itself.
+    """
+    return function if mesh is None else functools.partial(_call, function, mesh, donate)
 
 
-def _call(function: Callable, mesh: Mesh, *args: Array) -> Any:
-    specs = tuple(_spec(leaf, mesh) for leaf in jax.tree.leaves(args))
-    return _jitted(function, mesh, jax.tree.structure(args), specs, tuple((x.shape, x.dtype) for x in jax.tree.leaves(args)))(*args)
+def _call(function: Callable, mesh: Mesh, donate: int | None, *args: Any) -> Any:
+    leaves, tree = jax.tree.flatten(args)
+    specs = tuple(_spec(leaf, mesh) for leaf in leaves)
+    return _jitted(function, mesh, donate, tree, specs, tuple((x.shape, x.dtype) for x in leaves))(*args)
 
 
 @functools.lru_cache(maxsize=64)
-def _jitted(function: Callable, mesh: Mesh, tree: Any, specs: tuple, shapes: tuple) -> Callable:
+def _jitted(function: Callable, mesh: Mesh, donate: int | None, tree: Any, specs: tuple, shapes: tuple) -> Callable:
     placed = [jax.ShapeDtypeStruct(*each, sharding=NamedSharding(mesh, spec)) for each, spec in zip(shapes, specs)]
     run, returned = on_each_device(function, mesh, jax.tree.unflatten(tree, placed))
-    return jax.jit(run, out_shardings=shardings_of(returned))
+    return jax.jit(run, out_shardings=shardings_of(returned), donate_argnums=donate)
 
 
 def shardings_of(shapes: Any) -> Any:

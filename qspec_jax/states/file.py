@@ -12,15 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
 from qspec_jax.errors import InputError, reading, writing
 from qspec_jax.files import whole_file
 
+NO_STATE = "is not a saved state"
 HEADER, CHECKSUM = "qspec_state", "sha256"
 _ZEROS = "0" * hashlib.sha256().digest_size * 2
 _PLACE = re.compile(rb'"sha256":"([0-9a-f]{64})"')
+# What safetensors calls the types of arrays.
+_NAMES = {f"{name}{bits}": f"{letter}{bits}" for name, letter in (("int", "I"), ("uint", "U"), ("float", "F")) for bits in (8, 16, 32, 64)}
+_NAMES |= {"bool": "BOOL", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 _MAX_HEADER, _BLOCK = 100_000_000, 1 << 24  # bytes; safetensors takes no longer headers
 
 
@@ -56,7 +61,14 @@ def read_header(path: Path) -> dict[str, Any]:
     if digest != found:
         raise InputError(f"{path}: is damaged, since its checksum is not that of its content; save the state again")
     with reading(path, SafetensorError), safe_open(path, "numpy") as file:
-        return json.loads(file.metadata()[HEADER])
+        found = (file.metadata() or {}).get(HEADER)
+    try:
+        header = json.loads(found or "")
+    except (ValueError, RecursionError):
+        header = None
+    if not isinstance(header, dict):
+        raise InputError(f"{path}: {NO_STATE}")
+    return header
 
 
 def read(path: Path, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
@@ -64,10 +76,10 @@ def read(path: Path, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, ja
 
     Args:
         path: of the file.
-        shapes: what it should hold.
+        shapes: what it should hold, each with its sharding if that is not the default device.
 
     Raises:
-        InputError: if it holds other arrays.
+        InputError: if it holds other arrays, and for one with numbers that are none (NaN).
     """
     with reading(path, SafetensorError), safe_open(path, "flax") as file:
         names = set(file.keys())
@@ -76,18 +88,19 @@ def read(path: Path, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, ja
             raise InputError(f"{path}: {'holds' if other in names else 'lacks'} {other}, unlike a state of this model, cache and draft")
         arrays = {}
         for name, shape in shapes.items():
-            found = file.get_slice(name)
-            if list(found.get_shape()) != list(shape.shape):
-                raise InputError(f"{path}: {name} has shape {list(found.get_shape())}, and {list(shape.shape)} is needed")
-            arrays[name] = array = file.get_tensor(name)
-            if array.dtype != shape.dtype:
-                raise InputError(f"{path}: {name} is of {array.dtype}, and {shape.dtype} is needed")
+            found, needed = file.get_slice(name), (list(shape.shape), _NAMES.get(str(shape.dtype), str(shape.dtype)))
+            if (held := (found.get_shape(), found.get_dtype())) != needed:
+                raise InputError(f"{path}: {name} is {held[1]} of shape {held[0]}, and {needed[1]} of shape {needed[0]} is needed")
+            array = file.get_tensor(name)
+            if jnp.issubdtype(array.dtype, jnp.inexact) and jnp.isnan(array).any():
+                raise InputError(f"{path}: {name} has numbers that are none (NaN); make the state again")
+            arrays[name] = array if shape.sharding is None else jax.device_put(array, shape.sharding)
     return arrays
 
 
 def _digest(path: Path) -> tuple[str, int]:
     """The checksum that a file should have, and where in it the checksum is. Raises InputError for what is no such file."""
-    no_state = f"{path}: is not a saved state"
+    no_state = f"{path}: {NO_STATE}"
     size = path.stat().st_size
     with path.open("rb") as file:
         length = file.read(8)

@@ -5,7 +5,7 @@ Programs that flush consume these arrays and return them. The states of a pool t
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from weakref import WeakValueDictionary
 
 import jax
@@ -16,6 +16,7 @@ from jaxtyping import Array, Int
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Planes
 from qspec_jax.caches.hierarchical import HierarchicalCache
 from qspec_jax.errors import InputError
+from qspec_jax.models.sharding import divided_over, mesh_of
 from qspec_jax.states.pages import HeldPages, PagePool
 
 Groups = tuple[tuple[Planes, Planes], ...]  # keys and values of each layer's pages
@@ -27,18 +28,17 @@ class Pool:
     """The pages of all states of one model and cache.
 
     Args:
-        cache: one with the shapes of a layer; its rows are not kept.
+        groups: the arrays with the dummy page alone.
     """
 
-    def __init__(self, cache: HierarchicalCache):
-        self.pages = PagePool(1)
-        self.groups: Groups = tuple((layer.keys, layer.values) for layer in cache.pooled(1, 1).layers)
+    def __init__(self, groups: Groups):
+        self.pages, self.groups = PagePool(1), groups
 
     @classmethod
-    def of(cls, key: Hashable, cache: HierarchicalCache) -> "Pool":
-        """The pool with this key, which is made if no state uses it, or if its arrays are lost. cache: see the class."""
+    def of(cls, key: Hashable, first: Callable[[], Groups]) -> "Pool":
+        """The pool with this key, which is made if no state uses it, or if its arrays are lost. first: makes its arrays, see the class."""
         if (pool := _pools.get(key)) is None or pool.lost:
-            pool = _pools[key] = cls(cache)
+            pool = _pools[key] = cls(first())
         return pool
 
     @property
@@ -78,7 +78,7 @@ class Pool:
         """Copies the groups of a row that shares no pool into its pages. Returns the row's cache without groups."""
         table = self.table([pages], cache.groups)
         rest = without_groups(cache)
-        self.groups = _written(self.groups, cache, table)
+        self.groups = divided_over(mesh_of(self.groups), _written, donate=0)(self.groups, cache, table)
         return rest
 
     def groups_of(self, pages: HeldPages) -> Groups:
@@ -89,7 +89,7 @@ class Pool:
     def fill(self, pages: HeldPages, groups: Groups) -> None:
         """Writes groups, as `groups_of` returns them, into these pages."""
         if pages:
-            self.groups = _filled(self.groups, groups, jnp.array(pages, jnp.int32))
+            self.groups = divided_over(mesh_of(self.groups), _filled, donate=0)(self.groups, groups, jnp.array(pages, jnp.int32))
 
     def lent(self, cache: HierarchicalCache) -> HierarchicalCache:
         """A cache with the pool's arrays, which a program may consume; `take_back` has to be given the cache that it returns.
@@ -105,15 +105,18 @@ class Pool:
 
     def take_back(self, cache: HierarchicalCache) -> HierarchicalCache:
         """Keeps the arrays of a cache. Returns the cache without them, but with its table."""
-        self.groups = tuple((layer.keys, layer.values) for layer in cache.layers)
+        self.groups = groups_of_layers(cache)
         return dataclasses.replace(without_groups(cache), pages=cache.pages)
 
     def _grow(self, size: int) -> None:
+        def grow(groups):
+            return jax.tree.map(lambda x: jnp.pad(x, ((0, size - x.shape[0]), *((0, 0),) * (x.ndim - 1))), groups)
+
         # A layer at a time, so that one layer's pages are there twice.
         grown = list(self.groups)
-        self.groups = ()
+        self.groups, program = (), divided_over(mesh_of(grown), grow)
         for i, groups in enumerate(grown):
-            grown[i] = jax.tree.map(lambda x: jnp.pad(x, ((0, size - x.shape[0]), *((0, 0),) * (x.ndim - 1))), groups)
+            grown[i] = program(groups)
         self.groups = tuple(grown)
         self.pages.grow(size)
 
@@ -122,12 +125,17 @@ class Pool:
 def _written(groups: Groups, row: HierarchicalCache, table: Int[Array, "1 C"]) -> Groups:
     layers = tuple(HierarchicalLayer(*each, layer.buffer) for each, layer in zip(groups, row.layers, strict=True))
     pooled = dataclasses.replace(row, layers=layers, pages=table).with_rows(row, jnp.zeros(1, jnp.int32), table)
-    return tuple((layer.keys, layer.values) for layer in pooled.layers)
+    return groups_of_layers(pooled)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _filled(groups: Groups, new: Groups, at: Int[Array, "n"]) -> Groups:
     return jax.tree.map(lambda x, new: x.at[at].set(new), groups, new)
+
+
+def groups_of_layers(cache: HierarchicalCache) -> Groups:
+    """The keys and values of a cache's layers."""
+    return tuple((layer.keys, layer.values) for layer in cache.layers)
 
 
 def without_groups(cache: HierarchicalCache) -> HierarchicalCache:

@@ -14,6 +14,7 @@ from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.drafts.draft import Draft
+from qspec_jax.drafts.guess import NextTokenGuess
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.viewed import ViewedModel
@@ -67,6 +68,11 @@ class Reader:
         """The model, which reads all of its cache."""
         return ViewedModel(self.model, BOTH_PLANES)
 
+    @functools.cached_property
+    def begins(self) -> Draft | None:
+        """What has a state of its own: the draft, or what makes the guesses that some caches need."""
+        return NextTokenGuess(self.target) if self.cache.guesses else self.draft
+
     @property
     def schedule(self) -> Schedule:
         return self.cache.schedule_for(self.model.config.head_dim)
@@ -83,7 +89,7 @@ class State:
     Attributes:
         tokens: all tokens, a pending one included.
         cache: the target's cache of the row; without the groups that are in the reader's pool.
-        draft: the draft's state.
+        draft: the state of the draft, or of the guesses that the cache needs (`Reader.begins`).
         logits: after the last cached token; None where the last token is pending, or after `trim`.
         queries: of each layer the queries after RoPE of the last tokens, as the draft needs them to begin; empty if it needs none.
         num_queries: how many of the last rows of `queries` are known.
@@ -145,7 +151,7 @@ class State:
         if not 0 < tokens <= len(self):
             raise InputError(f"a state of {len(self)} tokens cannot be trimmed to {tokens}; it should be from 1 to {len(self)}")
         if not self.reader.cache.trims:
-            raise InputError(f"cache {name} forgets tokens, so a state of it cannot be trimmed; keep the earlier state")
+            raise InputError(f"cache {name} forgets what it held before, so a state of it cannot be trimmed; keep the earlier state")
         if tokens == len(self):
             return self
         quantized = schedule.quantized_length(self.cached)
