@@ -74,7 +74,6 @@ def test_the_table_and_the_plot(run, tmp_path, caplog):
         (["--draft", "sparse", "--cache", "full"], "compatible caches: int8"),
         (["--context", 8190], "exceed the model's 8192 positions"),
         (["--gamma", 0], "--gamma 0 should be from 1"),
-        (["--cache", "int8:host=all"], "makes no states"),
     ],
 )
 def test_what_is_wrong_is_said_before_any_work(fails, flags, words):

@@ -321,7 +321,6 @@ def test_prefill_is_refused_before_it_reads(fails, talks, tmp_path):
     fails([*prefilled, tmp_path], "cannot be written (Is a directory)")
     fails([*prefilled, "/dev/null"], "should be a file")
     fails([*prefilled, tmp_path / "no" / "state"], "cannot be written (No such file or directory)")
-    fails([*prefilled, tmp_path / "state", "--cache", "int8:host=all"], "makes no states")
     document.write_text("")
     fails([*prefilled, tmp_path / "state"], "a.py is empty")
     assert [path.name for path in tmp_path.iterdir()] == ["a.py"]
