@@ -13,6 +13,7 @@ import pytest
 from harness_samples import NAMES, TASKS, answers
 from lm_eval.tasks import manager
 from lm_eval.tasks._index import TaskIndex
+from runs import random_model
 
 from qspec_jax import demo
 from qspec_jax.checkpoints.loading import load_model
@@ -100,6 +101,29 @@ def test_what_several_continuations_share_is_read_once():
     batches = list(batches_of(pairs, 3))
     assert batches == [[(long, (2, 3)), (long, (1,)), (long, (4,))], [(short, (6, 7)), (short, (5,))]]
     assert [len(batch) for batch in batches_of([(long, (i,)) for i in range(7)], 3)] == [3, 3, 1]
+
+
+@pytest.mark.parametrize(("cache", "reads"), [("full", 4), ("int8", 4), ("kivi:group=8", 4), ("h2o", 4), ("int4", 7), ("specache", 7)])
+def test_more_continuations_than_rows_are_forks_of_one_state(float64, loaded_tiny, monkeypatch, cache, reads):
+    """In exact arithmetic the scores are those of batches with their contexts, and each context is read once where states can be."""
+    model = random_model("float64", head_dim=16, max_position_embeddings=64)
+    random = np.random.default_rng(0)
+    lengths = {30: (1, 9, 2, 5, 1), 21: (3, 12, 1), 24: (40, 40, 40)}  # the last are as long as a window, and too long for a state
+    tokens = lambda count: tuple(random.integers(0, 64, count).tolist())
+    contexts = {count: tokens(count) for count in lengths}
+    asked = [(None, contexts[count], tokens(new)) for count, own in lengths.items() for new in own]
+    lm = QspecLM("random", model=model, tokenizer=loaded_tiny["tokenizer"], cache=cache, batch_size=2, progress=False)
+    read, prefill, score = [], harness.prefill, harness.score
+    monkeypatch.setattr(harness, "prefill", lambda model, tokens, **more: read.append(tokens) or prefill(model, tokens, **more))
+    monkeypatch.setattr(
+        harness, "score", lambda model, prompts, *args, **more: read.extend(prompts) or score(model, prompts, *args, **more)
+    )
+    found = lm._loglikelihood_tokens(asked)
+    assert len(read) == reads and set(read) == set(contexts.values())
+    monkeypatch.setattr(QspecLM, "_forked", lambda *_: iter(()))
+    expected = lm._loglikelihood_tokens(asked)
+    np.testing.assert_allclose([x for x, _ in found], [x for x, _ in expected], rtol=1e-12)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
 
 
 def test_windows_and_generation(first_layer):

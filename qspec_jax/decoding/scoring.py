@@ -35,7 +35,7 @@ class Score:
         return sum(self.logprobs)
 
 
-def score(state: State, continuations: Sequence[Any], *, tokenizer: Any = None) -> list[Score]:
+def score(state: State, continuations: Sequence[Any], *, tokenizer: Any = None, batch_size: int = TOGETHER) -> list[Score]:
     """Scores continuations of a state, each as if it were the only one. The state stays as it is.
 
     The target reads its own cache, so with the cache int8 these are the probabilities by which it generates.
@@ -44,6 +44,7 @@ def score(state: State, continuations: Sequence[Any], *, tokenizer: Any = None) 
         state: the state of the text before.
         continuations: texts, which get no BOS, or lists of token ids; a single one is a list of one.
         tokenizer: for texts.
+        batch_size: continuations that are read at a time.
 
     Raises:
         InputError: for an empty continuation, and as `extend` does.
@@ -64,11 +65,11 @@ def score(state: State, continuations: Sequence[Any], *, tokenizer: Any = None) 
         state = with_room(state, room_for(state.reader, longest, ROOM))
     by_length = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     found: dict[int, Score] = {}
-    for first in range(0, len(rows), TOGETHER):
-        indices = by_length[first : first + TOGETHER]
+    for first in range(0, len(rows), batch_size):
+        indices = by_length[first : first + batch_size]
         texts = [np.concatenate([state.tokens, np.array(rows[i], np.int32)]) for i in indices]
         # A batch of one size, so that there is one program; what fills it up reads the shortest.
-        texts += texts[:1] * (min(TOGETHER, len(rows)) - len(texts))
+        texts += texts[:1] * (min(batch_size, len(rows)) - len(texts))
         states, ends = [state] * len(texts), list(map(len, texts))
         logprobs, likely = (np.asarray(x) for x in joined(states, ends).read(states, texts, ends, scores=True))
         for b, i in enumerate(indices):

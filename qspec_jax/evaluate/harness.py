@@ -2,7 +2,8 @@
 `python -m qspec_jax.evaluate.harness`.
 
 Everything goes through decode, and so through the cache: log-likelihoods feed the continuation as generation would, where other adapters
-score it in a prompt's pass, which never touches the cache. A context that several continuations share is read once.
+score it in a prompt's pass, which never touches the cache. A context that several continuations share is read once: in one batch with
+them, or, if they are more than a batch, as a state of which they are forks.
 """
 
 import contextlib
@@ -27,16 +28,19 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs
 from tqdm import tqdm
 
+from pallas_kernels.formats.views import UPPER_PLANE
 from qspec_jax.checkpoints.generation_defaults import SAMPLING, StoredDefaults, stored_defaults
 from qspec_jax.checkpoints.loading import config_and_dtype, load_model
 from qspec_jax.checkpoints.tokenizers import load_tokenizer, special_tokens
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GAMMA, GenerationConfig
 from qspec_jax.decoding.keys import key_of
+from qspec_jax.decoding.reading import prefill
 from qspec_jax.decoding.requests import Request
+from qspec_jax.decoding.scoring import score as score_forks
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.draft import checkpoints_of
-from qspec_jax.drafts.registry import AUTO, USUAL, parse_draft
+from qspec_jax.drafts.registry import AUTO, NONE, USUAL, parse_draft
 from qspec_jax.errors import InputError, one_line, warn_once
 from qspec_jax.evaluate.cache_views import UPPER, CacheView, cache_view
 from qspec_jax.evaluate.scoring import WIDTH, score
@@ -46,6 +50,7 @@ from qspec_jax.reports import progress_bar
 log = logging.getLogger(__name__)
 
 NAME = "qspec"
+FORKED = 256  # continuations of one context whose scores are given at a time
 WITHOUT_FORKS = {"DISABLE_MULTIPROC": "1"}  # as the harness calls it
 Pair = tuple[tuple[int, ...], tuple[int, ...]]  # token ids of a context, and of what continues it
 
@@ -254,9 +259,34 @@ class QspecLM(TemplateLM):
         view = cache_view(self.read)
         waiting = dict.fromkeys(pairs)
         with self._bar("log-likelihoods", len(waiting), quiet) as bar:
-            for batch in batches_of(waiting, self.batch_size):
-                yield from zip(batch, self._scores_of(batch, view))
+            for batch, scores in itertools.chain(self._forked(waiting, view), self._batched(waiting, view)):
+                yield from zip(batch, scores)
                 bar.update(len(batch))
+
+    def _batched(self, waiting: Iterable[Pair], view: CacheView) -> Iterator[tuple[list[Pair], list[tuple[float, bool]]]]:
+        for batch in batches_of(waiting, self.batch_size):
+            yield batch, self._scores_of(batch, view)
+
+    def _forked(self, waiting: dict[Pair, None], view: CacheView) -> Iterator[tuple[list[Pair], list[tuple[float, bool]]]]:
+        """Takes the pairs whose contexts have more continuations than a batch has rows, and yields them with their scores."""
+        if view.view == UPPER_PLANE or view.one_by_one or view.cache.guesses:  # what is read there is not what states read
+            return
+        sharing = defaultdict(list)
+        for context, continuation in waiting:
+            sharing[context].append(continuation)
+        config = dataclasses.replace(self.config, draft=NONE)
+        for context in sorted(sharing, key=len, reverse=True):
+            pairs = [(context, continuation) for continuation in sharing[context]]
+            longest = max(map(len, sharing[context]))
+            if len(pairs) <= self.batch_size or len(context) + longest > self.model.config.max_length - 1:
+                continue
+            state = prefill(self.model, context, config=config, room=_room_of(longest))
+            for pair in pairs:
+                del waiting[pair]
+            for first in range(0, len(pairs), FORKED):
+                batch = pairs[first : first + FORKED]
+                scores = score_forks(state, [continuation for _, continuation in batch], batch_size=self.batch_size)
+                yield batch, [(math.fsum(each.logprobs), each.greedy) for each in scores]
 
     def _bar(self, description: str, total: int, quiet: bool) -> tqdm:
         return progress_bar(total=total, desc=description, progress=False if quiet else self.progress)
@@ -265,7 +295,7 @@ class QspecLM(TemplateLM):
         contexts = list(dict.fromkeys(context for context, _ in batch))
         longest = max(len(tokens) for _, tokens in batch)
         # Rows, contexts and room have few sizes, so that few programs are compiled; rows that fill the batch up score one token.
-        settings = dict(room=WIDTH << math.ceil(math.log2(max(1, longest / WIDTH))))
+        settings = dict(room=_room_of(longest))
         rows = [*batch, *[(contexts[0], batch[0][1][:1])] * (self.batch_size - len(batch))]
         if len(contexts) < len(rows):
             settings["prompt_of"] = [contexts.index(context) for context, _ in rows]
@@ -359,6 +389,11 @@ def batches_of(pairs: Iterable[Pair], rows: int) -> Iterator[list[Pair]]:
                 batch = []
     if batch:
         yield batch
+
+
+def _room_of(longest: int) -> int:
+    """Tokens that there is room for after a context: few different numbers, so that few programs are compiled."""
+    return WIDTH << math.ceil(math.log2(max(1, longest / WIDTH)))
 
 
 def _as_list(until: Any) -> list[str]:
