@@ -1,6 +1,7 @@
 """States in files: saved with what identifies model, draft and cache, and loaded for the same ones only."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.formats.views import View
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.adaptive import Adaptive
 from qspec_jax.decoding.config import GAMMA, GenerationConfig
@@ -19,6 +21,8 @@ from qspec_jax.errors import InputError, listed
 from qspec_jax.files import is_replaced
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
+from qspec_jax.models.skipping import Skipped
+from qspec_jax.models.viewed import ViewedModel
 from qspec_jax.states import file
 from qspec_jax.states.fingerprint import fingerprint
 from qspec_jax.states.state import Reader, Room, State
@@ -36,9 +40,10 @@ NAMES = {
     "draft_weights": "other weights of the draft",
 }
 HASHED = ("weights", "draft_weights")
+AUTO_SKIP = "skip=auto"
 KNOWN = {"logits": bool, "adaptive": bool}
 # The parts of a header, and of its part "room", with their types.
-TYPES = {"format": int, "identity": dict, "room": dict, "known": dict, "settings": dict, "notes": object}
+TYPES = {"format": int, "identity": dict, "room": dict, "known": dict, "settings": dict, "choices": list, "notes": object}
 TYPES |= dict.fromkeys(("tokens", *COUNTS), int)
 ROOM_TYPES = {field.name: int for field in dataclasses.fields(Room)}
 NO_STATE, AGAIN = "is no state that this program saved", "make the state again"
@@ -66,6 +71,9 @@ def save_state(state: State, path: str | Path, *, notes: Any = None) -> None:
         arrays |= _named(GROUPS, state.reader.pool.groups_of(state.pages))
     header = {"format": FORMAT, "identity": _identity(state.reader), "room": dataclasses.asdict(state.room), "tokens": len(state)}
     header |= {name: getattr(state, name) for name in COUNTS} | {"known": _known(state), "notes": notes}
+    if (choices := _choices(state.reader)) is None:
+        raise InputError("a state of a draft with several skip= of which one is auto cannot be saved; give the layers instead of auto")
+    header["choices"] = choices
     header["settings"] = {name: value for name, value in state.reader.settings.items() if isinstance(value, str | int)}
     file.write(path, header, {name: jnp.asarray(x) for name, x in arrays.items()})
 
@@ -96,7 +104,7 @@ def load_with_notes(path: str | Path, model: Llama, *, config: GenerationConfig 
     if fault := _fault(header, model):
         raise InputError(f"{path}: {NO_STATE}, since {fault}; {AGAIN}")
     config = _config_for(path, header["settings"], config or GenerationConfig())
-    reader = reader_of(model, config, min(header["tokens"], model.config.max_length - 1))
+    reader = _reader(model, config, min(header["tokens"], model.config.max_length - 1), header["choices"])
     for name, own in _identity(reader).items():
         if (found := header["identity"][name]) != own:
             differ = "" if name in HASHED else f" ({_shown(found, own)}, here {_shown(own, found)})"
@@ -114,7 +122,8 @@ def load_with_notes(path: str | Path, model: Llama, *, config: GenerationConfig 
         return jax.tree.unflatten(jax.tree.structure(tree), [arrays[name] for name in _named(part, tree)])
 
     tokens, held, cached = np.asarray(arrays[TOKENS]), of(OWN, own), header["cached"]
-    if tokens.min() < 0 or tokens.max() >= (size := model.config.vocab_size):
+    size = model.config.vocab_size
+    if tokens.min() < 0 or tokens.max() >= size:
         raise InputError(f"{path}: {NO_STATE}, since it has token ids outside the vocabulary of {size}; {AGAIN}")
     if jax.device_get(held["cache"].lengths) != jax.device_get(reader.schedule.lengths(jnp.array([cached], jnp.int32))):
         raise InputError(f"{path}: {NO_STATE}, since the lengths of its cache are not those of {cached} tokens; {AGAIN}")
@@ -147,7 +156,29 @@ def _fault(header: dict[str, Any], model: Llama) -> str | None:
     types = dict.fromkeys(OF_STATES, str) | dict.fromkeys(("group_size", "num_speculative_tokens"), int)
     if any(type(value) is not types.get(name) for name, value in header["settings"].items()):
         return f"its settings are {header['settings']!r:.60}"
+    if not all(isinstance(choice, str) for choice in header["choices"]):
+        return f"its choices are {header['choices']!r:.60}"
     return None
+
+
+def _choices(reader: Reader) -> list[str] | None:
+    """What skip=auto became in the draft, each time; None if that is not known."""
+    text = reader.settings["draft"]
+    if not isinstance(text, str) or AUTO_SKIP not in text:
+        return []
+    chosen = [*reader.draft.chosen()] or ["none"]
+    return chosen if len(chosen) == text.count(AUTO_SKIP) == text.count("skip=") else None
+
+
+def _reader(model: Llama, config: GenerationConfig, tokens: int, choices: Sequence[str]) -> Reader:
+    """What reads the states of a file. choices: see `_choices`; made by the text of the state, they are not made by another."""
+    text = config.draft
+    if not choices or not isinstance(text, str):
+        return reader_of(model, config, tokens)
+    for choice in choices:
+        text = text.replace(AUTO_SKIP, f"skip={choice}", 1)
+    reader = reader_of(model, dataclasses.replace(config, draft=text), tokens)
+    return dataclasses.replace(reader, settings=reader.settings | {"draft": config.draft})
 
 
 def _config_for(path: Path, stored: dict[str, Any], config: GenerationConfig) -> GenerationConfig:
@@ -200,11 +231,10 @@ def _settings_of(cache: CacheConfig, head_dim: int) -> dict[str, Any]:
 
 def _shown(part: Any, other: Any) -> str:
     """A part of an identity for a message: of two caches of a kind, the settings that differ."""
-    if not isinstance(part, dict):
+    if not isinstance(part, dict) or not isinstance(other, dict):
         return f"{part}"
-    same = other.get("kind") == part["kind"]
-    differ = [f"{name}={value}" for name, value in part.items() if same and other.get(name) != value]
-    return ":".join([part["kind"], *([",".join(differ)] if differ else [])])
+    kind, differ = part.get("kind"), [f"{name}={value}" for name, value in part.items() if other.get(name) != value]
+    return f"{kind}:{','.join(differ)}" if kind == other.get("kind") else f"{kind}"
 
 
 def _described(draft: Draft | None) -> str:
@@ -212,5 +242,7 @@ def _described(draft: Draft | None) -> str:
     if draft is None:
         return "none"
     parts = {field.name: getattr(draft, field.name) for field in dataclasses.fields(draft)}
-    settings = [f"{name}={value}" for name, value in parts.items() if isinstance(value, int | float | str) or name == "settings"]
+    parts = {name: part.view if isinstance(part, ViewedModel) else part for name, part in parts.items()}
+    described = int | float | str | Skipped | View | tuple
+    settings = [f"{name}={part}" for name, part in parts.items() if isinstance(part, described) or name == "settings"]
     return f"{type(draft).__name__}({', '.join(settings + [_described(part) for part in parts.values() if isinstance(part, Draft)])})"
