@@ -194,7 +194,7 @@ def test_a_save_that_fails_leaves_the_old_file(model, state, saved, monkeypatch,
     if fails in ("replace", "fsync"):
         monkeypatch.setattr(os, fails, failing)
     else:
-        monkeypatch.setattr(file, "save_file", failing)
+        monkeypatch.setattr(file, "_bytes_of", failing)
     with pytest.raises(InputError, match=r"state: cannot be written .*No space left"):
         save_state(other, saved)
     monkeypatch.undo()

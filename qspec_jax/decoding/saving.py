@@ -75,7 +75,7 @@ def save_state(state: State, path: str | Path, *, notes: Any = None) -> None:
         raise InputError("a state of a draft with several skip= of which one is auto cannot be saved; give the layers instead of auto")
     header["choices"] = choices
     header["settings"] = {name: value for name, value in state.reader.settings.items() if isinstance(value, str | int)}
-    file.write(path, header, {name: jnp.asarray(x) for name, x in arrays.items()})
+    file.write(path, header, arrays)
 
 
 def load_state(path: str | Path, model: Llama, *, config: GenerationConfig | None = None) -> State:

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.flax import save_file
 
 from qspec_jax.errors import InputError, reading, writing
 from qspec_jax.files import whole_file
@@ -23,13 +23,12 @@ NO_STATE = "is not a saved state"
 HEADER, CHECKSUM = "qspec_state", "sha256"
 _ZEROS = "0" * hashlib.sha256().digest_size * 2
 _PLACE = re.compile(rb'"sha256":"([0-9a-f]{64})"')
-# What safetensors calls the types of arrays.
 _NAMES = {f"{name}{bits}": f"{letter}{bits}" for name, letter in (("int", "I"), ("uint", "U"), ("float", "F")) for bits in (8, 16, 32, 64)}
 _NAMES |= {"bool": "BOOL", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 _MAX_HEADER, _BLOCK = 100_000_000, 1 << 24  # bytes; safetensors takes no longer headers
 
 
-def write(path: Path, header: Mapping[str, Any], arrays: Mapping[str, jax.Array]) -> None:
+def write(path: Path, header: Mapping[str, Any], arrays: Mapping[str, jax.Array | np.ndarray]) -> None:
     """Writes a file that appears whole or not at all.
 
     Args:
@@ -40,15 +39,27 @@ def write(path: Path, header: Mapping[str, Any], arrays: Mapping[str, jax.Array]
     Raises:
         InputError: if it cannot be written.
     """
-    metadata = {HEADER: json.dumps(header), CHECKSUM: _ZEROS}
-    with writing(path, SafetensorError), whole_file(path) as unfinished:
-        save_file(dict(arrays), unfinished, metadata)
-        digest, at = _digest(unfinished)
-        with unfinished.open("r+b") as file:
-            file.seek(at)
-            file.write(digest.encode())
-            file.flush()
-            os.fsync(file.fileno())
+    # Not by safetensors, whose own unfinished file would stay if the process is killed, and which needs all arrays on the host at once.
+    described: dict[str, Any] = {"__metadata__": {HEADER: json.dumps(header), CHECKSUM: _ZEROS}}
+    names, at = sorted(arrays, key=lambda name: -arrays[name].dtype.itemsize), 0  # so that each array is aligned
+    for name in names:
+        x = arrays[name]
+        offsets = [at, at := at + x.nbytes]
+        described[name] = {"dtype": _type_of(x.dtype), "shape": list(x.shape), "data_offsets": offsets}
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    begin = len(text).to_bytes(8, "little") + text
+    with writing(path), whole_file(path) as unfinished, unfinished.open("wb") as file:
+        digest = hashlib.sha256(begin)
+        file.write(begin)
+        for name in names:
+            content = _bytes_of(arrays[name])
+            digest.update(content)
+            file.write(content)
+        file.seek(8 + _PLACE.search(text).start(1))
+        file.write(digest.hexdigest().encode())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_header(path: Path) -> dict[str, Any]:
@@ -88,7 +99,7 @@ def read(path: Path, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, ja
             raise InputError(f"{path}: {'holds' if other in names else 'lacks'} {other}, unlike a state of this model, cache and draft")
         arrays = {}
         for name, shape in shapes.items():
-            found, needed = file.get_slice(name), (list(shape.shape), _NAMES.get(str(shape.dtype), str(shape.dtype)))
+            found, needed = file.get_slice(name), (list(shape.shape), _type_of(shape.dtype))
             if (held := (found.get_shape(), found.get_dtype())) != needed:
                 raise InputError(f"{path}: {name} is {held[1]} of shape {held[0]}, and {needed[1]} of shape {needed[0]} is needed")
             array = file.get_tensor(name)
@@ -96,6 +107,16 @@ def read(path: Path, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, ja
                 raise InputError(f"{path}: {name} has numbers that are none (NaN); make the state again")
             arrays[name] = array if shape.sharding is None else jax.device_put(array, shape.sharding)
     return arrays
+
+
+def _type_of(dtype: Any) -> str:
+    """What safetensors calls a type of arrays."""
+    return _NAMES[str(dtype)]
+
+
+def _bytes_of(x: jax.Array | np.ndarray) -> memoryview:
+    """The content of an array, on the host."""
+    return memoryview(np.ascontiguousarray(x).reshape(-1).view(np.uint8))
 
 
 def _digest(path: Path) -> tuple[str, int]:
