@@ -18,7 +18,7 @@ def read(path: Path) -> nbformat.NotebookNode:
 
 
 def test_there_are_notebooks():
-    assert [path.stem for path in NOTEBOOKS] == ["convert", "paper", "quality", "quickstart", "research"]
+    assert [path.stem for path in NOTEBOOKS] == ["convert", "paper", "quality", "quickstart", "research", "states"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
