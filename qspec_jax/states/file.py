@@ -25,7 +25,7 @@ _ZEROS = "0" * hashlib.sha256().digest_size * 2
 _PLACE = re.compile(rb'"sha256":"([0-9a-f]{64})"')
 _NAMES = {f"{name}{bits}": f"{letter}{bits}" for name, letter in (("int", "I"), ("uint", "U"), ("float", "F")) for bits in (8, 16, 32, 64)}
 _NAMES |= {"bool": "BOOL", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
-_MAX_HEADER, _BLOCK = 100_000_000, 1 << 24  # bytes; safetensors takes no longer headers
+_MAX_HEADER, _BLOCK = 100_000_000, 1 << 20  # bytes; safetensors takes no longer headers
 
 
 def write(path: Path, header: Mapping[str, Any], arrays: Mapping[str, jax.Array | np.ndarray]) -> None:
