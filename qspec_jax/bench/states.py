@@ -218,7 +218,8 @@ def run(
                 rows.append(row())
                 bar.update()
                 if progress is not False:  # all of it takes long, and may be ended before the report
-                    log.info("%s tokens, %s, %s: %.4f s each", f"{context:,}", task, way, rows[-1].seconds_each)
+                    decoded = formatted(rows[-1].decoded_per_second, ",.1f", " tokens/s")
+                    log.info("%s tokens, %s, %s: %.4f s each, decoding %s", f"{context:,}", task, way, rows[-1].seconds_each, decoded)
     pairs = [(one, other) for one, other in itertools.pairwise(rows) if (one.context, one.task) == (other.context, other.task)]
     return StatesReport(
         **this_run(),

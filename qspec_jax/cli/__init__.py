@@ -22,6 +22,7 @@ INFORMING = (
     "bench.batch",  # each row as it is measured
     "bench.decode",  # each row as it is measured
     "bench.end_to_end",  # each row as it is measured
+    "bench.states",  # each row as it is measured
     "training.embedded_model",  # what is trained on
 )
 
