@@ -9,6 +9,7 @@ import simulated_devices
 from checkpoints import hf_config, write_checkpoint
 from runs import random_model, random_prompts
 
+from qspec_jax import host
 from qspec_jax.caches.host_memory import in_host
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.decoding.config import GenerationConfig
@@ -16,7 +17,7 @@ from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.reading import extend, prefill
 from qspec_jax.decoding.saving import load_state, save_state
 from qspec_jax.decoding.scoring import score
-from qspec_jax.errors import InputError
+from qspec_jax.errors import HostMemoryError, InputError
 from qspec_jax.evaluate.scoring import token_logprobs
 from qspec_jax.models.sharding import model_mesh
 
@@ -91,7 +92,7 @@ def test_what_is_fetched_goes_on(model, fetch, tmp_path):
         pytest.param("full:host=all", "none", marks=pytest.mark.system),
     ],
 )
-def test_states_in_host_memory_are_those_on_the_device(model, cache, draft, tmp_path):
+def test_states_in_host_memory_are_those_on_the_device(model, cache, draft, tmp_path, monkeypatch):
     there, here = config(cache, draft), config(cache.partition(":")[0], draft)
     found = []
     for settings in (there, here):
@@ -112,6 +113,11 @@ def test_states_in_host_memory_are_those_on_the_device(model, cache, draft, tmp_
                 assert any(map(in_host, jax.tree.leaves(each.cache))), "a part is in host memory"
                 assert not all(map(in_host, jax.tree.leaves(each.cache.layers))) or cache == "full:host=all"
     assert found[0][:5] == found[1][:5]
+    state = prefill(model, TEXT[:60], config=there)
+    monkeypatch.setattr(host, "room_bytes", lambda pooled: state.cache.num_host_bytes)
+    extend(state, [1])
+    with pytest.raises(HostMemoryError, match="host memory for these prompts"):
+        generate(model, state.fork(2), config=there)
 
 
 @pytest.mark.system

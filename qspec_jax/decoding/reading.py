@@ -15,14 +15,14 @@ from qspec_jax.decoding.compiled import rounded_up
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine, max_drafts
 from qspec_jax.decoding.extend import EXTEND, Extended
-from qspec_jax.decoding.host_residence import none_resident
+from qspec_jax.decoding.host_residence import none_resident, refused
 from qspec_jax.decoding.limits import Limits
 from qspec_jax.decoding.prepare import OF_STATES, Prepared, config_of, prepare
 from qspec_jax.decoding.requests import check_length, checked_prompt
 from qspec_jax.decoding.sampling import Sampler
 from qspec_jax.decoding.state import DecodeState
 from qspec_jax.decoding.state_arrays import concatenated, enlarged, first_groups, row_of
-from qspec_jax.errors import InputError
+from qspec_jax.errors import HostMemoryError, InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
 from qspec_jax.states.pages import HeldPages
@@ -266,8 +266,11 @@ class Rows:
 
 
 def joined(states: Sequence[State], lengths: Sequence[int]) -> Rows:
-    """States as a batch whose rows have pages for `lengths` tokens."""
+    """States as a batch whose rows have pages for `lengths` tokens. Raises HostMemoryError where host memory cannot hold the rows."""
     reader, room = states[0].reader, states[0].room
+    host_bytes = sum(state.cache.num_host_bytes for state in states)
+    if host_bytes and (reason := refused(reader.cache.name, host_bytes)):
+        raise HostMemoryError(reason)
     dtype = jnp.promote_types(reader.model.dtype, jnp.float32)
     none = jnp.zeros((1, reader.model.config.vocab_size), dtype)
     parts = [(state.cache, state.draft, none if state.logits is None else state.logits, state.queries) for state in states]
