@@ -180,7 +180,7 @@ def test_columns_and_lines_of_openai_in_a_file(run, fails, directory, tmp_path, 
     said = [
         {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body, "level": 1},
         {"prompt": "import", "max_new_tokens": 5, "level": 2},
-        {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body | {"n": 3}, "level": 3},
+        {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body | {"n": 0}, "level": 3},
     ]
     source.write_text("\n".join(map(json.dumps, said)))
     asked = command(directory, source, out, "--on-error", "skip", "--pass-columns", "level", "--batch-size", 1)
@@ -195,7 +195,7 @@ def test_columns_and_lines_of_openai_in_a_file(run, fails, directory, tmp_path, 
     first, own, wrong = map(json.loads, out.read_text().splitlines())
     answer = first["response"]["body"]
     assert answer["choices"][0]["text"] == own["text"] and answer["usage"]["completion_tokens"] == 5 == len(own["token_ids"])
-    assert (first["custom_id"], wrong["custom_id"], first["error"]) == ("a", "c", None) and "n 3" in wrong["error"]["message"]
+    assert (first["custom_id"], wrong["custom_id"], first["error"]) == ("a", "c", None) and "n 0" in wrong["error"]["message"]
     assert [each["level"] for each in (first, own, wrong)] == [1, 2, 3] and "line" not in first
     fails([*asked, "--overwrite", "--pass-columns", "stats"], "--pass-columns: column 'stats' cannot be passed through")
     fails([*asked, "--overwrite", "--pass-columns", "a,"], "--pass-columns 'level,a,' should be names with commas between them")

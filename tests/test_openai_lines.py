@@ -46,7 +46,7 @@ def read(model, tokenizer, *said: dict, config: GenerationConfig = CONFIG) -> li
         ({"stop": "x", "min_tokens": 2}, {"stop": ["x"], "min_new_tokens": 2}),
         ({"seed": 3, "logit_bias": {"7": -100, "8": None}}, {"seed": 3, "logit_bias": {"7": -100.0}}),
         ({"stop_token_ids": [3, 4.0]}, {"stop_token_ids": [[3], [4]]}),
-        ({"n": 1, "best_of": 1, "stream": False, "echo": False, "presence_penalty": 0.0, "frequency_penalty": 0, "ignore_eos": False}, {}),
+        ({"best_of": 1, "stream": False, "echo": False, "presence_penalty": 0.0, "frequency_penalty": 0, "ignore_eos": False}, {}),
     ],
 )
 def test_what_a_body_says_is_a_line_of_our_own(body, own, model, chat_tokenizer):
@@ -79,7 +79,7 @@ def test_prompts_and_logprobs(model, chat_tokenizer):
         ({"url": "/v1/embeddings"}, "url should be /v1/chat/completions or /v1/completions, not '/v1/embeddings'"),
         ({"body": "x"}, "body should be an object"),
         ({"extra": 1}, "unknown key 'extra'; there are custom_id, method, url, body"),
-        (dict(n=2), "n 2 is not supported; it should be 1, or left out"),
+        (dict(n=0), "n 0 should be from 1 to 1,024"),
         (dict(stream=True), "stream True is not supported; it should be false"),
         (dict(presence_penalty=0.5), "presence_penalty 0.5 is not supported"),
         (dict(tools=[{}]), "body has 'tools', which is not supported; there are prompt, "),
@@ -134,7 +134,7 @@ def test_the_output(reason, theirs, model, chat_tokenizer):
     a, b = chat_tokenizer("import os")["input_ids"]
     result = Result(0, [a, half], "import", reason, {}, [-0.5, -math.inf], [[(a, -0.5)], [(b, -1.0)]])
     completion, chat = read(model, chat_tokenizer, asked(COMPLETIONS, model="m", prompt="import os"), asked(CHAT, messages=MESSAGES))
-    found = as_line(completion, result, chat_tokenizer)
+    found = as_line(completion, [result], chat_tokenizer)
     logprobs = {
         "tokens": ["import", chat_tokenizer.decode([half])],
         "token_logprobs": [-0.5, -9999.0],
@@ -151,14 +151,14 @@ def test_the_output(reason, theirs, model, chat_tokenizer):
     }
     response = {"status_code": 200, "request_id": "req_r", "body": body}
     assert found == {"id": "batch_req_r", "custom_id": "r", "response": response, "error": None}
-    answer = as_line(chat, result, chat_tokenizer)["response"]["body"]
+    answer = as_line(chat, [result], chat_tokenizer)["response"]["body"]
     assert (answer["object"], answer["id"], answer["model"]) == ("chat.completion", "chatcmpl-r", "")
     choice = answer["choices"][0]
     assert choice["message"] == {"role": "assistant", "content": "import", "refusal": None} and choice["finish_reason"] == theirs
     first, second = choice["logprobs"]["content"]
     alone = {"token": "import", "logprob": -0.5, "bytes": list(b"import")}
     assert first == alone | {"top_logprobs": [alone]} and (second["logprob"], second["bytes"]) == (-9999.0, None)
-    bare = as_line(chat, dataclasses.replace(result, logprobs=None, top_logprobs=None), chat_tokenizer)
+    bare = as_line(chat, [dataclasses.replace(result, logprobs=None, top_logprobs=None)], chat_tokenizer)
     assert bare["response"]["body"]["choices"][0]["logprobs"] is None
 
 

@@ -141,7 +141,7 @@ def test_a_row_is_a_line_of_batch(directory, model, tokenizer):
     found = predictor(rows)
     lines = read_lines("\n".join(map(json.dumps, said)).encode(), model, tokenizer, config, 0, columns=columns)
     results = {result.index: result for result in run_batch(model, [line.request for line in lines[:4]], tokenizer=tokenizer)}
-    expected = [as_line(line, results[i], tokenizer) for i, line in enumerate(lines[:4])]
+    expected = [as_line(line, [results[i]], tokenizer) for i, line in enumerate(lines[:4])]
     for output in expected:
         output.update({"line": None} if "line" in output else {})
     assert found["result"][:4] == list(map(to_json, expected)) and found["level"] is rows["level"]

@@ -22,6 +22,7 @@ from qspec_jax.cli.options import (
     DtypeOption,
     Json,
     ModelDirectory,
+    Samples,
     SeedOfSampling,
     TensorParallel,
     devices_of,
@@ -36,7 +37,8 @@ from qspec_jax.decoding import processes
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.data_parallel import Place
 from qspec_jax.decoding.journal import Journal
-from qspec_jax.decoding.jsonl import Columns, read_lines
+from qspec_jax.decoding.jsonl import MAX_SAMPLES, Columns, first_with_prefix, read_lines
+from qspec_jax.decoding.prefixes import Prefixes
 from qspec_jax.decoding.prepare import ROWS_OF_AUTO
 from qspec_jax.decoding.ray_data import cluster_gpus, connect
 from qspec_jax.decoding.resolve import resolve_auto_draft
@@ -47,6 +49,7 @@ from qspec_jax.decoding.run_lines import (
     decode_lines,
     decode_lines_on_ray,
     in_words,
+    line_of_rows,
     open_journal,
     outline_of,
     prepare_lines,
@@ -108,6 +111,7 @@ def batch(
         list[str] | None,
         typer.Option(metavar="NAME,...", help="Copy these keys of a line to its OUTPUT, unchanged; may be given several times."),
     ] = None,
+    samples: Samples = 1,
     seed: SeedOfSampling = None,
     dtype: DtypeOption = None,
     refill: Annotated[bool, typer.Option(help="Give a free slot to the next prompt at once, not when all are free.")] = True,
@@ -116,6 +120,9 @@ def batch(
 ):
     """Continue the prompts of a file, a batch that stays full. Started again after it was killed, it goes on where it was."""
     rows_at_once = _rows(batch_size)
+    if samples > MAX_SAMPLES:
+        raise InputError(f"--samples {samples} should be from 1 to {MAX_SAMPLES:,}")
+    config = dataclasses.replace(config, num_return_sequences=samples)
     columns = _columns(ignore_columns, pass_columns or [])
     if distributed:
         if ray is not None or tensor_parallel > 1:
@@ -134,6 +141,11 @@ def batch(
     else:
         _check_for_ray(config, devices, tensor_parallel, refill)
     content, name = processes.from_first(lambda: _content(source, output)).encode("latin-1"), name_of(source)
+    alone = ray is None and not distributed and len(places) == 1
+    if not alone and (number := first_with_prefix(content)):
+        given = "--ray" if ray is not None else "--distributed" if distributed else None
+        one = f"{given} works on several; leave it out" if given else f"there are {len(places)}; give --devices 1"
+        raise InputError(f"{name}, line {number}: lines with a prefix are decoded on one device, and {one}")
     checkpoints = processes.all_or_none(lambda: Checkpoints(model, config, lambda each: hub.local(each, progress=False if quiet else None)))
     of_lines = config
     if ray is None:
@@ -150,14 +162,16 @@ def batch(
         kind = "a GPU of the cluster" if cluster_gpus() else "cpu"
         (config,) = resolve_auto_draft(network, [config], None, batch=rows_at_once or ROWS_OF_AUTO, device_kind=kind)
         of_lines = config
-    lines = read_lines(content, network, tokenizer, of_lines, seed or 0, columns)
+    prefixes = Prefixes(tokenizer, Path() if source == STANDARD else source.parent)
+    lines = read_lines(content, network, tokenizer, of_lines, seed or 0, columns, prefixes)
     seed = used_seed(seed, [line.request.config for line in lines if line.request and not line.seeded])
     check_lines(lines, name, stops=stops)
     # All lines are prepared, also those that are done: draft "auto" and costs depend on all of them, and a run is known by them.
     good = [line for line in lines if line.request]
-    prepared = processes.all_or_none(lambda: prepare_lines(network, tokenizer, good, config, rows_at_once, on_ray=ray is not None))
+    work = dict(on_ray=ray is not None, shared=alone)
+    prepared = processes.all_or_none(lambda: prepare_lines(network, tokenizer, good, config, rows_at_once, **work))
     processes.all_or_none(checkpoints.check_unchanged)
-    run = run_identity(content, prepared, checkpoints, (seed, columns), process.version_of("qspec-jax"))
+    run = run_identity([content, *_named(prefixes.contents)], prepared, checkpoints, (seed, columns), process.version_of("qspec-jax"))
     journal = open_journal(written_by_first(output), run, lines, name, overwrite=overwrite)
     todo = [i for i, line in enumerate(good) if line.number not in journal.done]
     report = {"lines": len(lines), "wrong": len(lines) - len(good), "done_before": len(good) - len(todo)}
@@ -165,7 +179,8 @@ def batch(
         if ray is None:
             stats = BatchStats()
             if todo:
-                stats = decode_lines(prepared.select(todo), [good[i] for i in todo], journal, rows_at_once, refill, places, quiet=quiet)
+                rows = [row for row, i in enumerate(line_of_rows(good)) if good[i].number not in journal.done]
+                stats = decode_lines(prepared.select(rows), [good[i] for i in todo], journal, rows_at_once, refill, places, quiet=quiet)
             report |= dataclasses.asdict(stats) | stats.rates
             skipped = f", {report['wrong']} lines wrong" if report["wrong"] else ""
             busy = "" if stats.rates["busy_slots"] is None else f"; {stats.rates['busy_slots']:.1%} of places busy"
@@ -183,6 +198,11 @@ def batch(
         print(to_json(report))
     elif done and not quiet:
         print(f"{'standard output' if output == STANDARD else output}: {done}", file=sys.stderr)
+
+
+def _named(files: dict[str, bytes]) -> list[bytes]:
+    """The names and contents of files, in the order of their names."""
+    return [part for name in sorted(files) for part in (name.encode(errors="surrogatepass"), files[name])]
 
 
 @contextlib.contextmanager

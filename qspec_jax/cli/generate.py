@@ -24,6 +24,7 @@ from qspec_jax.cli.options import (
     Json,
     ModelDirectory,
     Output,
+    Samples,
     SeedOfSampling,
     SensitiveLayers,
     StateFile,
@@ -73,6 +74,7 @@ def generate_command(
         bool, typer.Option("--chat", help="Take each prompt as a user's message, through the checkpoint's chat template.")
     ] = False,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="With --chat, the system message before each prompt.")] = None,
+    samples: Samples = 1,
     seed: SeedOfSampling = None,
     dtype: DtypeOption = None,
     devices: DevicesOfModel = None,
@@ -89,6 +91,9 @@ def generate_command(
     """Continue prompts."""
     if stream and (as_json or output):
         raise InputError("--stream prints text as it comes; it cannot be combined with --json or --output")
+    if stream and samples > 1:
+        raise InputError(f"--stream prints one text as it comes; leave it, or --samples {samples}, out")
+    config = dataclasses.replace(config, num_return_sequences=samples)
     option = "--calibrate" if calibrate else "--sensitive-layers"
     if (calibrate or sensitive_layers) and config.draft == AUTO:
         log.info("draft %s: %s, which has the INT4 weights that %s is for", AUTO, USUAL, option)
@@ -140,18 +145,18 @@ def generate_command(
             calibrate=calibrate,
             progress=False if quiet else None,
         )
-        memory = explained_memory(network, config, max(map(len, tokens)), rows=len(tokens))
+        memory = explained_memory(network, config, max(map(len, tokens)), rows=samples * len(tokens))
         with memory, contextlib.ExitStack() as traced:
             processes.all_or_none(lambda: traced.enter_context(profiled(profile if processes.is_first() else None)))
             prepared = processes.all_or_none(lambda: prepare(network, tokens, **settings))
             if stream:
                 out = _print_stream(stream_prompt(network, prepared))
             else:
-                out = generate_with_progress(prepared, Progress(config.max_new_tokens * len(tokens), quiet=quiet))
+                out = generate_with_progress(prepared, Progress(config.max_new_tokens * samples * len(tokens), quiet=quiet))
         if as_json:
             write(to_json(as_object(out)) + "\n")
         elif not stream:
-            write(out.text[0] + "\n" if len(tokens) == 1 else "".join(f"=== prompt {i} ===\n{text}\n" for i, text in enumerate(out.text)))
+            write(_in_words(out.text, samples))
     if not quiet:
         ran = prepared.config.draft_name if prepared.draft else NONE  # --gamma 0 drafts nothing
         Console(stderr=True).print(stats_table({ran: out}))
@@ -181,6 +186,18 @@ def _messages(prompts: list[str], system: str | None, tokenizer: Any) -> list[li
     check_template(tokenizer, "--chat needs")
     first = [] if system is None else [{"role": "system", "content": system}]
     return with_chats([[*first, {"role": "user", "content": prompt}] for prompt in prompts], tokenizer)
+
+
+def _in_words(texts: list[str], samples: int) -> str:
+    """The texts, each under the prompt and the sample that it is of, where there are several."""
+    if len(texts) == 1:
+        return texts[0] + "\n"
+    prompts = len(texts) // samples
+    found = []
+    for i, text in enumerate(texts):
+        of = ([f"prompt {i // samples}"] if prompts > 1 else []) + ([f"sample {i % samples}"] if samples > 1 else [])
+        found.append(f"=== {', '.join(of)} ===\n{text}\n")
+    return "".join(found)
 
 
 @contextlib.contextmanager

@@ -179,6 +179,7 @@ SensitiveLayers = Annotated[
 EvaluatedModel = Annotated[
     str | None, typer.Option("--model", metavar="DIR", help="Checkpoint directory: the embedded model, if not given.")
 ]
+Samples = Annotated[int, typer.Option("--samples", min=1, metavar="N", help="Samples of each prompt, which is read once.")]
 StateFile = Annotated[Path | None, typer.Option("--state", metavar="FILE", help="A saved state to go on from (`qspec prefill`).")]
 Output = Annotated[Path | None, typer.Option(help="Write the result to this file instead.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

@@ -14,7 +14,7 @@ PROBE = "qspecprobe"  # a text that no template has
 SHAPE = "messages should be a list of objects with role and content"
 
 
-def chat_tokens(tokenizer: Any, messages: Any, *, time: datetime.datetime | None = None) -> list[int]:
+def chat_tokens(tokenizer: Any, messages: Any, *, answers: bool = True, time: datetime.datetime | None = None) -> list[int]:
     """The token ids of a conversation by the chat template, up to where the assistant's answer begins.
 
     Values of None are left out, as if their keys were absent. A content that is a list of text parts goes as it is to a template that
@@ -24,6 +24,7 @@ def chat_tokens(tokenizer: Any, messages: Any, *, time: datetime.datetime | None
     Args:
         tokenizer: with a chat template.
         messages: a list of objects with a role and a content.
+        answers: whether the assistant's answer begins after them; else the messages end there.
         time: what a template that names the date takes for the present; None: now.
     """
     check_template(tokenizer, "messages need")
@@ -39,7 +40,7 @@ def chat_tokens(tokenizer: Any, messages: Any, *, time: datetime.datetime | None
         raise InputError("messages have half of a character (a surrogate); they should be text in UTF-8") from None
     try:
         fixed = {"chat_template": _dated(tokenizer.chat_template, time)} if time is not None and names_date(tokenizer) else {}
-        return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True, **fixed)["input_ids"]
+        return tokenizer.apply_chat_template(turns, add_generation_prompt=answers, return_dict=True, **fixed)["input_ids"]
     except Exception as error:  # of the template, which is the checkpoint's
         raise InputError(f"messages do not fit the chat template ({with_type(error)})") from None
 

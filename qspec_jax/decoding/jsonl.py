@@ -15,8 +15,10 @@ from qspec_jax.decoding.config import READERS, GenerationConfig
 from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.openai_lines import KEYS as OPENAI_KEYS
 from qspec_jax.decoding.openai_lines import Call, as_own, in_openai_names, is_openai
-from qspec_jax.decoding.requests import Request, check_draft_room, check_settings, checked_prompt
+from qspec_jax.decoding.prefixes import Prefixes
+from qspec_jax.decoding.requests import Request, check_draft_room, check_length, check_settings, checked_prompt
 from qspec_jax.decoding.results import Result
+from qspec_jax.decoding.sampling import sample_keys
 from qspec_jax.decoding.text import encoded
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.errors import InputError
@@ -25,6 +27,7 @@ from qspec_jax.models.llama import Llama
 log = logging.getLogger(__name__)
 
 PROMPTS = ("prompt", "token_ids", "messages")
+MAX_SAMPLES = 1024  # of a line
 
 
 def is_whole(value: Any) -> bool:
@@ -68,11 +71,12 @@ SETTINGS: dict[str, values.Reader] = {
     "banned_token_ids": _ids,
     "stop_token_ids": _sequences,
 }
-KEYS = (*PROMPTS, *SETTINGS, "seed", "id")
+SAMPLES, PREFIX = "n", "prefix"
+KEYS = (*PROMPTS, PREFIX, *SETTINGS, SAMPLES, "seed", "id")
 # The keys of the output, which columns that are passed through cannot have.
 OUTPUT_KEYS = (
     *("line", "id", "text", "token_ids", "finish_reason", "stats", "logprobs", "top_logprobs", "error"),
-    *("custom_id", "response", "result"),
+    *("samples", "custom_id", "response", "result"),
 )
 
 
@@ -83,7 +87,7 @@ class Line:
     Attributes:
         number: from 1; None where there is none.
         id: its `id`.
-        request: what it asks for; None where it is wrong.
+        request: what it asks for, once for all its samples (`requests`); None where it is wrong.
         error: what is wrong with it; None where nothing is.
         passed: columns that its output has too, as they are.
         call: what its output needs where it is a line of OpenAI's batch files; None for a line of our own.
@@ -97,6 +101,18 @@ class Line:
     passed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     call: Call | None = None
     seeded: bool = False
+
+    @property
+    def samples(self) -> int:
+        """The number of samples, each of which is a row of the batch."""
+        return self.request.config.num_return_sequences
+
+    def requests(self, *, shared: bool) -> list[Request]:
+        """A request for each sample, with a key of its own. shared: whether several samples read the prompt once."""
+        request = dataclasses.replace(self.request, config=dataclasses.replace(self.request.config, num_return_sequences=1))
+        if shared and self.samples > 1 and not request.prefix:
+            request = dataclasses.replace(request, prefix=len(request.tokens))
+        return [dataclasses.replace(request, key=key) for key in sample_keys(request.key, self.samples)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,10 +133,16 @@ class Columns:
 
 
 def read_lines(
-    content: bytes, model: Llama, tokenizer: Any, config: GenerationConfig, seed: int, columns: Columns = Columns()
+    content: bytes,
+    model: Llama,
+    tokenizer: Any,
+    config: GenerationConfig,
+    seed: int,
+    columns: Columns = Columns(),
+    prefixes: Prefixes | None = None,
 ) -> list[Line]:
     """Every line of a file's content but blank ones at its end. The other parameters are those of `LineReader`."""
-    reader = LineReader(model, tokenizer, config, seed, columns)
+    reader = LineReader(model, tokenizer, config, seed, columns, prefixes)
     lines = [reader.read(number, raw) for number, raw in enumerate(content.rstrip().splitlines(), start=1)]
     if absent := [name for name in reader.columns.passed if lines and name not in reader.seen]:
         log.warning("no line has the key %r, which should be passed through", absent[0])
@@ -133,7 +155,8 @@ class LineReader:
     """Reads lines.
 
     A line is a JSON object with one of `prompt` (text), `token_ids` or `messages` (to the tokenizer's chat template), and perhaps settings
-    of its own (`SETTINGS`, as in `GenerationConfig`), a `seed` and an `id`; or one of OpenAI's batch files (see `openai_lines`). A key with
+    of its own (`SETTINGS`, as in `GenerationConfig`), a number of samples `n`, a `seed`, an `id`, and a `prefix` that its prompt follows
+    (see `prefixes`); or one of OpenAI's batch files (see `openai_lines`). A key with
     null is as one that is absent. A line's draws are of its own seed, or of the run's and its number.
 
     Args:
@@ -142,15 +165,24 @@ class LineReader:
         config: the settings that a line does not give. If its draft is made already, lines have to fit the draft's model too.
         seed: the run's.
         columns: what becomes of keys that are unknown.
+        prefixes: reads prefixes; None: no line may name a file as its prefix.
 
     Attributes:
         seen: the keys to be passed through that a line had.
         ignored: the keys that were left out.
     """
 
-    def __init__(self, model: Llama, tokenizer: Any, config: GenerationConfig, seed: int, columns: Columns = Columns()):
+    def __init__(
+        self,
+        model: Llama,
+        tokenizer: Any,
+        config: GenerationConfig,
+        seed: int,
+        columns: Columns = Columns(),
+        prefixes: Prefixes | None = None,
+    ):
         self.model, self.tokenizer, self.config, self.columns = model, tokenizer, config, columns
-        self.key = key_of(seed)
+        self.key, self.prefixes = key_of(seed), prefixes or Prefixes(tokenizer, None)
         self.seen: set[str] = set()
         self.ignored: set[str] = set()
         self._hinted = False
@@ -185,30 +217,45 @@ class LineReader:
 
     def _request(self, number: int | None, said: Mapping[str, Any]) -> Request:
         settings = dataclasses.replace(self.config, **{name: read(name, said[name]) for name, read in SETTINGS.items() if name in said})
+        if SAMPLES in said:
+            if not 1 <= (samples := _whole(SAMPLES, said[SAMPLES])) <= MAX_SAMPLES:
+                raise InputError(f"{SAMPLES} {samples} should be from 1 to {MAX_SAMPLES:,}")
+            settings = dataclasses.replace(settings, num_return_sequences=samples)
         if number is None and settings.temperature and "seed" not in said:
             raise InputError("a sampled row should have a seed, or its number as line")
         own = _own_key(said["seed"]) if "seed" in said else jax.random.fold_in(self.key, (number or 1) - 1)
         check_settings(self.model, settings, self.tokenizer)
-        tokens = checked_prompt(self.model, self._tokens(number, said), settings)
+        tokens, prefix = self._tokens(number, said)
+        tokens = checked_prompt(self.model, tokens, settings)
+        if prefix:
+            check_length(self.model, "the prefix", prefix, len(tokens) - prefix + settings.max_new_tokens)
         if isinstance(settings.draft, Draft):
             check_draft_room(settings.draft, "the prompt", len(tokens), settings.max_new_tokens)
-        return Request(tokens, settings, own)
+        return Request(tokens, settings, own, prefix)
 
-    def _tokens(self, number: int | None, said: Mapping[str, Any]) -> Sequence[int]:
+    def _tokens(self, number: int | None, said: Mapping[str, Any]) -> tuple[Sequence[int], int]:
+        """The token ids of a line, and how many of them are its prefix."""
         given = [name for name in PROMPTS if name in said]
         if len(given) != 1:
             raise InputError(f"should have one of {', '.join(PROMPTS)}, and has {' and '.join(given) or 'none'}")
         prompt = said[given[0]]
         if given == ["token_ids"]:
-            return _ids("token_ids", prompt)
-        if given == ["messages"]:
-            return chat_tokens(self.tokenizer, prompt)
-        if not isinstance(prompt, str):
+            prompt = _ids("token_ids", prompt)
+        elif given == ["prompt"] and not isinstance(prompt, str):
             raise InputError("prompt should be a text")
+        if PREFIX in said:
+            prefix = said[PREFIX]
+            if isinstance(prefix, list) and all(map(is_whole, prefix)):
+                prefix = list(map(int, prefix))
+            return self.prefixes.tokens(prefix, prompt, chat=given == ["messages"])
+        if given == ["token_ids"]:
+            return prompt, 0
+        if given == ["messages"]:
+            return chat_tokens(self.tokenizer, prompt), 0
         if not self._hinted and (hint := hint_at_chat(self.tokenizer, prompt, "give messages instead of prompt to use it")):
             self._hinted = True
             log.warning("%s: %s", "a row" if number is None else f"line {number}", hint)
-        return encoded(self.tokenizer, prompt)
+        return encoded(self.tokenizer, prompt), 0
 
 
 def _parsed(raw: bytes) -> dict[str, Any]:
@@ -247,6 +294,18 @@ def _finite(digits: str) -> float:
     return number
 
 
+def first_with_prefix(content: bytes) -> int | None:
+    """The number of the first line that names a prefix; None if there is none. Lines that are wrong are left out."""
+    for number, raw in enumerate(content.splitlines(), start=1):
+        if PREFIX.encode() in raw:
+            try:
+                if _parsed(raw).get(PREFIX) is not None:
+                    return number
+            except InputError:
+                continue
+    return None
+
+
 def _own_key(seed: Any) -> jax.Array:
     if not is_whole(seed) or not 0 <= seed < 2**32:
         raise InputError(f"seed should be a whole number from 0 to {2**32 - 1}, not {seed!r:.40}")
@@ -260,21 +319,25 @@ def as_wrong(line: Line) -> dict:
     return {"line": line.number} | ({} if line.id is None else {"id": line.id}) | line.passed | {"error": line.error}
 
 
-def as_line(line: Line, result: Result, tokenizer: Any) -> dict:
-    """What the output says of a result; without anything that depends on how fast the machine is, or on what else runs.
+def as_line(line: Line, results: Sequence[Result], tokenizer: Any) -> dict:
+    """What the output says of results; without anything that depends on how fast the machine is, or on what else runs.
 
     Args:
         line: what was asked for.
-        result: what came.
+        results: one for each of its samples.
         tokenizer: for what OpenAI's form says of tokens.
     """
     if line.call:
-        return line.call.output(line.number, result, len(line.request.tokens), tokenizer) | line.passed
-    own = {} if line.id is None else {"id": line.id}
-    of_result = {name: getattr(result, name) for name in ("text", "token_ids", "finish_reason")} | {"stats": vars(result.stats)}
+        return line.call.output(line.number, results, len(line.request.tokens), tokenizer) | line.passed
+    own, samples = {} if line.id is None else {"id": line.id}, list(map(_of_result, results))
+    return {"line": line.number} | own | line.passed | (samples[0] if len(samples) == 1 else {"samples": samples})
+
+
+def _of_result(result: Result) -> dict:
+    found = {name: getattr(result, name) for name in ("text", "token_ids", "finish_reason")} | {"stats": vars(result.stats)}
     if result.logprobs is not None:
-        of_result |= {"logprobs": result.logprobs, "top_logprobs": result.top_logprobs}
-    return {"line": line.number} | own | line.passed | of_result
+        found |= {"logprobs": result.logprobs, "top_logprobs": result.top_logprobs}
+    return found
 
 
 def error_of(output: dict) -> str | None:

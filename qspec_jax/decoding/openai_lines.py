@@ -15,13 +15,12 @@ from qspec_jax.errors import InputError
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 KEYS = ("custom_id", "method", "url", "body")
 # What a body may say of the settings of a line, by our names for it.
-SAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed", "logit_bias")
+SAME = ("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed", "logit_bias")
 RENAMED = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 THEIRS = ("logprobs", "top_logprobs", "stop_token_ids", "ignore_eos")
 IGNORED = ("model", "user", "metadata")
 # What is not supported, and the value that asks for nothing.
 NEUTRAL = {
-    "n": 1,
     "best_of": 1,
     "stream": False,
     "echo": False,
@@ -58,30 +57,32 @@ class Call:
         model = body.get("model") if isinstance(body, dict) else None
         return cls(name if isinstance(name, str) else None, said.get("url") == CHAT, model if isinstance(model, str) else "")
 
-    def output(self, line: int | None, result: Result, prompt_tokens: int, tokenizer: Any) -> dict[str, Any]:
+    def output(self, line: int | None, results: Sequence[Result], prompt_tokens: int, tokenizer: Any) -> dict[str, Any]:
         """OpenAI's output line.
 
         Args:
             line: the line's number.
-            result: the continuation.
+            results: the continuations.
             prompt_tokens: how many the prompt has.
             tokenizer: of which the texts of tokens with log-probabilities are.
         """
-        answer = {"message": {"role": "assistant", "content": result.text, "refusal": None}} if self.chat else {"text": result.text}
-        logprobs = None
-        if result.logprobs is not None:
-            logprobs = (_chat_logprobs if self.chat else _logprobs)(result, tokenizer)
-        reason = "length" if result.finish_reason == "length" else "stop"
-        new = len(result.token_ids)
+        new = sum(len(result.token_ids) for result in results)
         body = {
             "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{self._name(line)}",
             "object": "chat.completion" if self.chat else "text_completion",
             "created": 0,
             "model": self.model,
-            "choices": [{"index": 0, **answer, "logprobs": logprobs, "finish_reason": reason}],
+            "choices": [{"index": i} | self._choice(result, tokenizer) for i, result in enumerate(results)],
             "usage": {"prompt_tokens": prompt_tokens, "completion_tokens": new, "total_tokens": prompt_tokens + new},
         }
         return self._line(line, 200, body, None)
+
+    def _choice(self, result: Result, tokenizer: Any) -> dict[str, Any]:
+        answer = {"message": {"role": "assistant", "content": result.text, "refusal": None}} if self.chat else {"text": result.text}
+        logprobs = None
+        if result.logprobs is not None:
+            logprobs = (_chat_logprobs if self.chat else _logprobs)(result, tokenizer)
+        return answer | {"logprobs": logprobs, "finish_reason": "length" if result.finish_reason == "length" else "stop"}
 
     def wrong(self, line: int | None, error: str) -> dict[str, Any]:
         """OpenAI's output line for one that is wrong. line: its number. error: what is wrong with it."""

@@ -49,7 +49,8 @@ class Predictor:
     A row has the columns that a line of `qspec batch` has keys (`prompt`, `max_new_tokens`, ...; None is left out, within objects too), and
     perhaps `line`, its number from 1. Sampled rows need `seed` or `line`, for their draws must not depend on what they are handed over
     with. What comes out has `line`, `text`, `finish_reason`, `error` (None, or what is wrong with the row), `result`, the JSON that `qspec
-    batch` writes, and the columns that are passed through. Raises InputError as `load_model` and `make_draft` do.
+    batch` writes, and the columns that are passed through; of several samples `text` and `finish_reason` are the first one's. Raises
+    InputError as `load_model` and `make_draft` do.
 
     Args:
         directory: of the checkpoint, at the same place on every machine.
@@ -89,18 +90,21 @@ class Predictor:
         lines = [self._line(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
         outputs: list[dict[str, Any] | None] = [as_wrong(line) if line.error else None for line in lines]
         todo = [i for i, line in enumerate(lines) if not line.error]
-        results: list[Result | None] = [None] * len(lines)
+        results: list[dict[int, Result]] = [{} for _ in lines]
         if todo:
-            requests = [lines[i].request for i in todo]
+            owners = [i for i in todo for _ in range(lines[i].samples)]
+            requests = [request for i in todo for request in lines[i].requests(shared=True)]
             at_once = self.batch_size or ROWS_OF_AUTO
             prepared = completed(self.model, requests, tokenizer=self.tokenizer, batch_size=at_once)
             for result in run_batch(self.model, prepared, batch_size=self.batch_size):
-                i = todo[result.index]
-                results[i], outputs[i] = result, as_line(lines[i], result, self.tokenizer)
+                results[owners[result.index]][result.index] = result
+            for i in todo:
+                outputs[i] = as_line(lines[i], [results[i][index] for index in sorted(results[i])], self.tokenizer)
+        first = [found[min(found)] if found else None for found in results]
         found = {
             LINE: [line.number for line in lines],
-            "text": [result and result.text for result in results],
-            "finish_reason": [result and result.finish_reason for result in results],
+            "text": [result and result.text for result in first],
+            "finish_reason": [result and result.finish_reason for result in first],
             "error": [error_of(output) for output in outputs],
             RESULT: list(map(to_json, outputs)),
         }

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,13 @@ class Checkpoints:
         return [of_checkpoint(directory) for _, directory in self._directories]
 
 
-def run_identity(content: bytes, prepared: Prepared, checkpoints: Checkpoints, settings: tuple[Any, ...], version: str) -> dict[str, str]:
+def run_identity(
+    inputs: Sequence[bytes], prepared: Prepared, checkpoints: Checkpoints, settings: tuple[Any, ...], version: str
+) -> dict[str, str]:
     """Hashes of all that the results of a run depend on, for its journal.
 
     Args:
-        content: of the input.
+        inputs: the contents of the input, and of the files that its lines name.
         prepared: the requests of all lines.
         checkpoints: the run's.
         settings: more of the run that has a text.
@@ -63,7 +65,7 @@ def run_identity(content: bytes, prepared: Prepared, checkpoints: Checkpoints, s
     of_model = repr((config, has_stored_int4(checkpoints.directory, model.dtype.name))).encode()
     of_files = [of_model, *(part for parts in checkpoints.contents for part in parts)]
     of_run = repr((prepared.identity(), model.dtype.name, *settings)).encode()
-    return run_hashes(prompts=[content], settings=[of_run], checkpoint=of_files, version=[version.encode(), REVISION])
+    return run_hashes(prompts=inputs, settings=[of_run], checkpoint=of_files, version=[version.encode(), REVISION])
 
 
 def of_checkpoint(directory: Path) -> list[bytes]:

@@ -46,9 +46,9 @@ def with_made_draft(config: GenerationConfig, network: Llama) -> GenerationConfi
 
 
 def prepare_lines(
-    model: Llama, tokenizer: Any, lines: Sequence[Line], config: GenerationConfig, batch_size: int | None, *, on_ray: bool
+    model: Llama, tokenizer: Any, lines: Sequence[Line], config: GenerationConfig, batch_size: int | None, *, on_ray: bool, shared: bool
 ) -> Prepared:
-    """The requests of lines, prepared together.
+    """The requests of lines, prepared together: one for each sample.
 
     Args:
         model: the target; an outline is enough on Ray.
@@ -57,12 +57,18 @@ def prepare_lines(
         config: the settings that a line does not give.
         batch_size: rows at a time; None: the number that fits.
         on_ray: whether actors make the draft, so that it is not made here.
+        shared: whether several samples of a line read its prompt once, which takes one device.
     """
-    requests = [line.request for line in lines]
+    requests = [request for line in lines for request in line.requests(shared=shared)]
     if on_ray or not requests:
         return Prepared(model, config, tuple(requests), None, tokenizer)
     with explained_memory(model, config, max(len(request.tokens) for request in requests), rows=1):
         return completed(model, requests, config=config, tokenizer=tokenizer, batch_size=batch_size or ROWS_OF_AUTO)
+
+
+def line_of_rows(lines: Sequence[Line]) -> list[int]:
+    """The index of the line of each request that `prepare_lines` makes."""
+    return [i for i, line in enumerate(lines) for _ in range(line.samples)]
 
 
 def check_lines(lines: Sequence[Line], name: str, *, stops: bool) -> None:
@@ -104,10 +110,10 @@ def open_journal(output: Path | None, run: dict[str, str], lines: Sequence[Line]
 def decode_lines(
     prepared: Prepared, lines: list[Line], journal: Journal, batch_size: int | None, refill: bool, places: list[Place], *, quiet: bool
 ) -> BatchStats:
-    """Decodes prepared lines, and adds each result to the journal as it comes. Returns the statistics of the run.
+    """Decodes prepared lines, and adds each to the journal when all its samples are there. Returns the statistics of the run.
 
     Args:
-        prepared: the requests of the lines.
+        prepared: the requests of the lines, see `line_of_rows`.
         lines: in the same order.
         journal: of the run.
         batch_size: rows at a time; None: the number that fits.
@@ -115,17 +121,22 @@ def decode_lines(
         places: the devices or meshes to work on.
         quiet: whether to show no progress bar.
     """
+    owners, samples = line_of_rows(lines), [{} for _ in lines]
     longest = dataclasses.replace(prepared.config, max_new_tokens=max(config.max_new_tokens for config in prepared.configs))
-    memory = explained_memory(prepared.model, longest, prepared.longest_prompt, rows=min(batch_size or 1, len(lines)))
+    memory = explained_memory(prepared.model, longest, prepared.longest_prompt, rows=min(batch_size or 1, len(owners)))
     bar = tqdm(total=len(lines), desc="batch", unit="prompt", disable=True if quiet else None)
     settings = dict(batch_size=batch_size, refill=refill, devices=places)
     # The results are closed also where one cannot be kept.
     with memory, bar, contextlib.closing(run_batch(prepared.model, prepared, **settings)) as results:
         for result in results:
-            line = lines[result.index]
-            journal.add(kept(line.number, as_line(line, result, prepared.tokenizer)))
             bar.set_postfix_str(in_words(results.stats))
-            bar.update()
+            owner = owners[result.index]
+            line, found = lines[owner], samples[owner]
+            found[result.index] = result
+            if len(found) == line.samples:
+                journal.add(kept(line.number, as_line(line, [found[index] for index in sorted(found)], prepared.tokenizer)))
+                found.clear()
+                bar.update()
     return results.stats
 
 

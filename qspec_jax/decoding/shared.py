@@ -43,6 +43,7 @@ def run_shared(prepared: Prepared, batch: int, strategy: Callable[..., Sampler],
             indices = group[first : first + batch]
             rows = dataclasses.replace(prepared.select(indices), states=tuple(prefix.fork(len(indices))))
             yield from _results(rows, indices, strategy, stats)
+        del prefix, rows  # before the next one is read
 
 
 def _results(prepared: Prepared, indices: Sequence[int], strategy: Callable[..., Sampler], stats: BatchStats) -> list[Result]:
