@@ -42,7 +42,7 @@ BAD = {
     "{": "not JSON",
     "[" * 10**5: "not JSON",
     "3": "should be a JSON object",
-    '{"prompt": "x", "n": 3}': "unknown key 'n'",
+    '{"prompt": "x", "best": 3}': "unknown key 'best'",
     '{"prompt": "x", "prompt": "y"}': "'prompt' is given twice",
     '{"token_ids": [' + "9" * 5000 + "]}": "a number has too many digits",
     '{"max_new_tokens": 3}': "has none",

@@ -11,16 +11,20 @@ from runs import random_model
 
 from qspec_jax import demo
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
-from qspec_jax.decoding import shared
+from qspec_jax.decoding import reading, shared
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.device_memory import bytes_of_round
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.journal import Journal
 from qspec_jax.decoding.jsonl import Line, as_line, first_with_prefix, read_lines
 from qspec_jax.decoding.prefixes import Prefixes
+from qspec_jax.decoding.prepare import prepare
 from qspec_jax.decoding.reading import extend, prefill
+from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.run_lines import line_of_rows, prepare_lines
 from qspec_jax.drafts import make_draft
+from qspec_jax.drafts.step_bytes import bytes_in_loop
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 # As those that remove the reasoning of earlier answers.
@@ -186,6 +190,32 @@ def test_results_depend_on_the_line_alone(network, tokenizer, config, monkeypatc
     state = extend(prefill(network, document, config=greedy, tokenizer=tokenizer), " + path", tokenizer=tokenizer)
     expected = generate(network, state, config=greedy, tokenizer=tokenizer).token_ids[0]
     assert json.loads(outputs(network, tokenizer, greedy, [line], 1)[0])["token_ids"] == expected
+
+
+def test_rows_that_fit_beside_a_prefix(network, config, monkeypatch):
+    """By the largest requests, with pages for what follows the prefix alone."""
+    tokens = list(range(3, 43))
+    requests = [
+        Request([*tokens, *range(length)], dataclasses.replace(config, max_new_tokens=new), jax.random.key(0), prefix=40)
+        for length, new in ((4, 8), (40, 30), (8, 8))
+    ]
+    prepared = prepare(network, requests)
+    prefix = reading.state_of_prefix(prepared)
+    assert shared.rows_that_fit(prepared, prefix) == 3  # the device does not say
+    pool, per_layer = prefix.reader.pool, 2 * network.config.num_kv_heads * G * network.config.head_dim
+    of_page = pool.num_bytes // pool.pages.size
+    assert of_page > network.config.num_layers * per_layer  # keys and values of a group, a byte for each number
+    own = 2 * prefix.num_bytes + bytes_of_round(network.config, 3)
+    pages = [prefix.reader.schedule.max_flushes(length) - len(prefix.pages) for length in (110, 56, 52)]
+    assert pages[0] > pages[1] >= pages[2] >= 0
+    for rows in range(4):
+        free = bytes_in_loop(prepared.draft) + rows * own + sum(pages[:rows]) * of_page
+        monkeypatch.setattr(shared, "free_bytes", lambda mesh, free=free: free)
+        assert shared.rows_that_fit(prepared, prefix) == max(rows, 1)
+    monkeypatch.setattr(shared, "free_bytes", lambda mesh: free - 1)
+    assert shared.rows_that_fit(prepared, prefix) == 2
+    run = run_batch(network, prepared, batch_size=None)
+    assert len(list(run)) == 3 and run.stats.batch_size == 2
 
 
 def test_samples_in_openais_form(network, tokenizer, config):

@@ -145,10 +145,10 @@ def test_a_row_is_a_line_of_batch(directory, model, tokenizer):
     for output in expected:
         output.update({"line": None} if "line" in output else {})
     assert found["result"][:4] == list(map(to_json, expected)) and found["level"] is rows["level"]
-    assert found["error"] == [None] * 4 + [
-        "a sampled row should have a seed, or its number as line",
-        "n 2 is not supported; it should be 1, or left out",
-    ]
+    assert found["error"] == [None] * 4 + ["a sampled row should have a seed, or its number as line", None]
+    samples = json.loads(found["result"][5])["response"]["body"]["choices"]
+    own = sorted(run_batch(model, lines[5].requests(shared=False)), key=lambda result: result.index)
+    assert [sample["text"] for sample in samples] == [tokenizer.decode(result.token_ids) for result in own] and len(samples) == 2
     assert found["text"][3] == expected[3]["response"]["body"]["choices"][0]["text"] and found["finish_reason"][3] == "length"
     held = predictor({"prompt": ["a"], "id": [b"bytes"]})
     numbered = predictor({"prompt": ["a", "b"], "line": ["x", "0"]})

@@ -27,15 +27,12 @@ from qspec_jax.models.llama import Llama
 
 def _with_shared(prepared: Prepared, rows: int | None, stats: BatchStats, settings: dict[str, Any]) -> Generator[Result, None, None]:
     """The requests that name a prefix, and then the others."""
-    yield from run_shared(prepared, rows or SHARED_ROWS, settings["strategy"], stats)
+    yield from run_shared(prepared, rows, settings["strategy"], stats)
     plain = [index for index, request in enumerate(prepared.requests) if not request.prefix]
     if plain:
         others = Slots(prepared.select(plain), Queue(len(plain)), rows and min(rows, len(plain)), stats=stats, **settings)
         for result in others.run():
             yield dataclasses.replace(result, index=plain[result.index])
-
-
-SHARED_ROWS = 32  # rows at a time of requests that share a prefix, where no number is given
 
 
 class BatchRun:

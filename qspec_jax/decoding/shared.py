@@ -1,17 +1,24 @@
 """Requests that share what they begin with: a prefix that several have is read once, and its pages are there once."""
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Generator, Sequence
 
 import jax
 
-from qspec_jax.decoding import state
+from qspec_jax.decoding import capacity, state
+from qspec_jax.decoding.device_memory import bytes_of_round, free_bytes
 from qspec_jax.decoding.generate import Run
 from qspec_jax.decoding.prepare import Prepared
 from qspec_jax.decoding.reading import state_of_prefix
 from qspec_jax.decoding.results import BatchStats, Result
 from qspec_jax.decoding.sampling import Sampler
+from qspec_jax.drafts.step_bytes import bytes_in_loop, bytes_of
+from qspec_jax.models.sharding import mesh_of
+from qspec_jax.states.state import State
+
+log = logging.getLogger(__name__)
 
 
 def by_prefix(prepared: Prepared) -> list[list[int]]:
@@ -23,14 +30,14 @@ def by_prefix(prepared: Prepared) -> list[list[int]]:
     return list(groups.values())
 
 
-def run_shared(prepared: Prepared, batch: int, strategy: Callable[..., Sampler], stats: BatchStats) -> Generator[Result, None, None]:
+def run_shared(prepared: Prepared, batch: int | None, strategy: Callable[..., Sampler], stats: BatchStats) -> Generator[Result, None, None]:
     """Continues the requests that name a prefix, those with the same one after another, so that no prefix is read twice.
 
     What a request gives depends on its own prefix, prompt, settings and key alone: it reads its prefix by prefill, and then the rest.
 
     Args:
         prepared: all requests of the batch; those without a prefix are left out.
-        batch: the maximum of rows at a time.
+        batch: the maximum of rows at a time; None: the number that fits beside each prefix.
         strategy: makes a sampler of configs.
         stats: the totals, which grow.
     """
@@ -39,11 +46,37 @@ def run_shared(prepared: Prepared, batch: int, strategy: Callable[..., Sampler],
         began = time.perf_counter()
         prefix = jax.block_until_ready(state_of_prefix(of_group))
         stats.prefill_s += time.perf_counter() - began
-        for first in range(0, len(group), batch):
-            indices = group[first : first + batch]
+        at_once = min(batch or rows_that_fit(of_group, prefix), len(group))
+        stats.batch_size = max(stats.batch_size, at_once)
+        for first in range(0, len(group), at_once):
+            indices = group[first : first + at_once]
             rows = dataclasses.replace(prepared.select(indices), states=tuple(prefix.fork(len(indices))))
             yield from _results(rows, indices, strategy, stats)
         del prefix, rows  # before the next one is read
+
+
+def rows_that_fit(prepared: Prepared, prefix: State) -> int:
+    """The number of rows over a prefix that fit the free memory, one at least.
+
+    A row needs its own arrays twice, as rows are put together out of states, and pages for what follows the prefix.
+    """
+    reader, count = prefix.reader, len(prepared.requests)
+    free = free_bytes(mesh_of(reader.target))
+    if free is None:
+        return min(capacity.UNKNOWN_ROWS, count)
+    free -= bytes_in_loop(prepared.draft)
+    own = 2 * bytes_of(prefix, on_device=True) + bytes_of_round(reader.model.config, prefix.room.gamma)
+    needed = [0] * count
+    if (pool := reader.pool) is not None:
+        lengths = (len(request.tokens) + request.config.max_new_tokens for request in prepared.requests)
+        of_page = bytes_of(pool.groups, on_device=True) // pool.pages.size
+        needed = sorted((of_page * (reader.schedule.max_flushes(length) - len(prefix.pages)) for length in lengths), reverse=True)
+    rows, used = 0, 0
+    while rows < count and used + own + needed[rows] <= free:
+        used += own + needed[rows]
+        rows += 1
+    log.info("batch size auto: %d rows over a prefix of %d tokens fit %.1f GB of free memory", max(rows, 1), len(prefix), free / 1e9)
+    return max(rows, 1)
 
 
 def _results(prepared: Prepared, indices: Sequence[int], strategy: Callable[..., Sampler], stats: BatchStats) -> list[Result]:
