@@ -13,6 +13,7 @@ import pytest
 from runs import random_model, random_prompts
 
 from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE
+from qspec_jax.decoding import reading
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
@@ -211,6 +212,33 @@ def test_states_grow_with_what_is_read(model):
         assert generate(model, small, config=settings).token_ids == generate(model, large, config=settings).token_ids
 
 
+@pytest.mark.parametrize(("draft", "cache"), [("snapkv", "int8"), ("none", "full")])
+def test_states_grow_at_the_end_of_the_positions(draft, cache):
+    """Where less can be generated than the state had room for."""
+    network = random_model("float64", max_position_embeddings=256)
+    settings = config(network, draft, cache)
+    large = extend(prefill(network, TEXT[:20], config=settings), TEXT[20:] + TEXT[:50])
+    small = prefill(network, TEXT[:20], config=settings, room=172)
+    assert small.room.text < 220
+    small = extend(small, TEXT[20:] + TEXT[:50])
+    assert generate(network, small, config=settings).token_ids == generate(network, large, config=settings).token_ids
+
+
+@pytest.mark.parametrize("cache", ["int8", "full"])
+def test_states_grow_where_other_numbers_of_tokens_are_read_together(model, monkeypatch, tmp_path, cache):
+    """As those that a GPU has made on a CPU, and the other way round."""
+    settings = config(model, cache=cache)
+    expected = extend(prefill(model, TEXT[:20], config=settings), TEXT[20:150])
+    for first, then in ((4, 64), (64, 4)):
+        monkeypatch.setattr(reading, "TOGETHER_ELSEWHERE", first)
+        state = prefill(model, TEXT[:20], config=settings, room=1)
+        monkeypatch.setattr(reading, "TOGETHER_ELSEWHERE", then)
+        state = extend(state, TEXT[20:150])
+        save_state(state, tmp_path / "state")
+        state = load_state(tmp_path / "state", model, config=settings)
+        np.testing.assert_allclose(state.logits, expected.logits, atol=1e-12)
+
+
 @pytest.mark.parametrize("rounds", [60, pytest.param(700, marks=pytest.mark.system)])
 def test_memory_is_flat(model, rounds):
     """States that are made, forked, extended and dropped leave nothing: in the larger test 2,100 and as many that generate."""
@@ -296,7 +324,7 @@ def test_requests_that_share_a_prefix(model, draft, cache):
     assert next(iter(run_batch(model, [greedy]))).token_ids == alone.token_ids[0]
 
 
-def test_states_whose_pages_an_interruption_has_lost_say_so(model, monkeypatch):
+def test_states_whose_pages_an_interruption_has_lost_say_so(model, monkeypatch, tmp_path):
     settings = config(model, "quantspec")
     state = prefill(model, TEXT[:40], config=settings, room=60)
 
@@ -311,8 +339,32 @@ def test_states_whose_pages_an_interruption_has_lost_say_so(model, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(InputError, match="was lost when a run was interrupted"):
         generate(model, state, config=settings)
+    for use in (lambda: save_state(state, tmp_path / "state"), lambda: extend(state, TEXT * 3), lambda: score(state, [TEXT * 3])):
+        with pytest.raises(InputError, match="was lost when a run was interrupted"):
+            use()
     again = prefill(model, TEXT[:40], config=settings, room=60)
     assert len(generate(model, again, config=settings).token_ids[0]) == 12
+
+
+def test_memory_that_ends_while_a_pool_grows_costs_no_states(model, monkeypatch):
+    state = prefill(model, TEXT[:40], config=config(model), room=60)
+    pool, expected = state.reader.pool, extend(state, TEXT[40:60]).logits
+    size, reserved = pool.pages.size, pool.pages.reserved
+    pads = iter(range(5))  # of the first layer
+
+    def limited(*arguments):
+        if next(pads, None) is None:
+            raise MemoryError
+        return pad(*arguments)
+
+    pad = jnp.pad
+    monkeypatch.setattr(jnp, "pad", limited)
+    with pytest.raises(MemoryError):
+        extend(state, TEXT * (8 * size // len(TEXT) + 1))
+    monkeypatch.undo()
+    gc.collect()
+    assert (pool.pages.size, pool.pages.reserved, pool.lost) == (size, reserved, False)
+    np.testing.assert_array_equal(extend(state, TEXT[40:60]).logits, expected)
 
 
 def test_a_pool_that_grows_while_a_stream_waits(model):

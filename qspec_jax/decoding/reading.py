@@ -179,7 +179,9 @@ def read_to(state: State, tokens: Int[np.ndarray, "n"], cached: int) -> State:
 
 
 def with_room(state: State, room: Room) -> State:
-    """The state with larger arrays, in which what it holds comes first."""
+    """The state with larger arrays, in which what it holds comes first. Its buffer keeps its size: another backend may have chosen it."""
+    generated = max(room.capacity - room.text, state.room.capacity - state.room.text)
+    room = dataclasses.replace(state.room, text=room.text, capacity=room.text + generated)
     cache, draft = enlarged(state.reader, room, None if state.reader.pool else state.cache, state.draft)
     return dataclasses.replace(state, cache=state.cache if cache is None else cache, draft=draft, room=room)
 

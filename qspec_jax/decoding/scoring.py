@@ -49,6 +49,8 @@ def score(state: State, continuations: Sequence[Any], *, tokenizer: Any = None, 
     Raises:
         InputError: for an empty continuation, and as `extend` does.
     """
+    if batch_size < 1:
+        raise InputError(f"batch size {batch_size} should be at least 1")
     if isinstance(continuations, str) or (len(continuations) and isinstance(continuations[0], int | np.integer)):
         continuations = [continuations]
     model = state.reader.model

@@ -83,6 +83,7 @@ class Pool:
 
     def groups_of(self, pages: HeldPages) -> Groups:
         """Copies of the groups in these pages, without those of other rows."""
+        self._check_held()
         at = jnp.array(pages, jnp.int32)
         return jax.tree.map(lambda x: x[at], self.groups)
 
@@ -98,8 +99,7 @@ class Pool:
 
         Raises InputError where a program that was interrupted has consumed the arrays, so that the states are lost.
         """
-        if self.lost:
-            raise InputError("what these states share was lost when a run was interrupted; read their text again, or load the states")
+        self._check_held()
         layers = (HierarchicalLayer(*groups, layer.buffer) for groups, layer in zip(self.groups, cache.layers, strict=True))
         return dataclasses.replace(cache, layers=tuple(layers))
 
@@ -108,16 +108,23 @@ class Pool:
         self.groups = groups_of_layers(cache)
         return dataclasses.replace(without_groups(cache), pages=cache.pages)
 
+    def _check_held(self) -> None:
+        if self.lost:
+            raise InputError("what these states share was lost when a run was interrupted; read their text again, or load the states")
+
     def _grow(self, size: int) -> None:
         def grow(groups):
-            return jax.tree.map(lambda x: jnp.pad(x, ((0, size - x.shape[0]), *((0, 0),) * (x.ndim - 1))), groups)
+            return jax.tree.map(lambda x: jnp.pad(x, ((0, max(0, size - x.shape[0])), *((0, 0),) * (x.ndim - 1))), groups)
 
-        # A layer at a time, so that one layer's pages are there twice.
+        self._check_held()
+        # A layer at a time, so that one layer's pages are there twice. If memory ends meanwhile, some layers stay larger than others.
         grown = list(self.groups)
         self.groups, program = (), divided_over(mesh_of(grown), grow)
-        for i, groups in enumerate(grown):
-            grown[i] = program(groups)
-        self.groups = tuple(grown)
+        try:
+            for i, groups in enumerate(grown):
+                grown[i] = program(groups)
+        finally:
+            self.groups = tuple(grown)
         self.pages.grow(size)
 
 
