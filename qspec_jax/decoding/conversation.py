@@ -254,9 +254,12 @@ class Conversation:
     def _read(self, ids: list[int]) -> tuple[State, int]:
         """The state of these tokens, from the longest kept state that they begin with, and the number of tokens that were read for it."""
         now, asked = self._now.state, self._asked
-        kept = [*filter(None, [now, asked, *(point.state for point in reversed(self._points))])]
+        known = [*filter(None, [now, asked, *(point.state for point in reversed(self._points))])]
+        kept = [state for state in known if not state.lost]
         beginning = max((_beginning(state, ids) for state in kept), key=_length, default=None)
-        if now is not None and _length(beginning) < len(now):
+        if len(kept) < len(known):
+            log.info("an interrupted run has lost what was read, so it is read again")
+        elif now is not None and _length(beginning) < len(now):
             self._say_why(now, ids, _length(beginning))
         if beginning is not None:
             return extend(beginning, ids[len(beginning) :]), len(ids) - len(beginning)
@@ -266,7 +269,9 @@ class Conversation:
             return state, len(ids)
         # The draft is made once, and the reader knows its text, which a file is given.
         config = dataclasses.replace(self.config, draft=self._reader.draft or NONE)
-        return dataclasses.replace(prefill(self.model, ids, config=config, room=self._room), reader=self._reader), len(ids)
+        state = prefill(self.model, ids, config=config, room=self._room)
+        self._reader = dataclasses.replace(self._reader, pool=state.reader.pool)  # which is another where the earlier one is lost
+        return dataclasses.replace(state, reader=self._reader), len(ids)
 
     def _say_why(self, now: State, ids: list[int], first: int) -> None:
         """Says why tokens from number `first` on are read again, though a state of more was kept."""

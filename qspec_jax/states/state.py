@@ -125,6 +125,11 @@ class State:
         return len(self.tokens) > self.cached
 
     @property
+    def lost(self) -> bool:
+        """Whether an interrupted run has consumed the pages, so that nothing can be read from the state."""
+        return self.reader.pool is not None and self.reader.pool.lost
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the state's own arrays, without pages, which other states may share."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
