@@ -50,6 +50,7 @@ class Kernel:
 KERNELS = (
     Kernel("append_attend", "mosaic_gpu"),
     Kernel("attention", "mosaic_gpu"),
+    Kernel("attention", "mosaic_gpu", module="mosaic_shared"),
     Kernel("attention", "triton"),
     Kernel("flush", "mosaic_gpu"),
     Kernel("fused_layer", "mosaic_gpu"),

@@ -36,3 +36,11 @@ def of_nobody(layer: HierarchicalLayer) -> list[np.ndarray]:
     """What lies in the pages that no row has."""
     pages = np.setdiff1d(np.arange(layer.keys.upper.shape[0]), np.asarray(layer.pages))
     return [np.asarray(x)[pages].astype(float) for x in jax.tree.leaves((layer.keys, layer.values))]
+
+
+def in_shared_pages(layer: HierarchicalLayer, shared: int) -> tuple[HierarchicalLayer, HierarchicalLayer]:
+    """The layer in pages, all rows with the first groups of row 0: known to be shared, and not."""
+    paged = in_pages(layer)
+    table = paged.pages.at[:, :shared].set(paged.pages[0, :shared])
+    apart = dataclasses.replace(paged, pages=table)
+    return dataclasses.replace(apart, shared_groups=jnp.full(len(table), shared, jnp.int32)), apart

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpus import needs_gpu, skip_or_fail
-from paging import in_pages
+from paging import in_pages, in_shared_pages
 from problems.attention import Case, all_listed, random_lists, random_problem, with_garbage, with_others_spoilt
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention import decode_attention, reference
+from pallas_kernels.attention import decode_attention, reference, support
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
 from pallas_kernels.formats.views import DenseView, ListedGroups, View
 
@@ -303,6 +303,35 @@ def test_groups_in_pages_give_the_same_bits(name, planes, implementation):
     run = kernel_for(implementation, q, layer, case.lengths, view=view)
     expected = np.asarray(run(q, layer, case.lengths))
     np.testing.assert_array_equal(np.asarray(run(q, in_pages(layer), case.lengths)), expected)
+
+
+@every_kernel
+@pytest.mark.parametrize("tokens", [64, 128])
+@pytest.mark.parametrize("planes", [1, 2, None])
+def test_many_tokens_of_a_row(tokens, planes, implementation):
+    """More query rows than a block takes: the blocks of a KV head divide them."""
+    case = Case(tokens, 8, 2, 128, group_size=128, capacity=40, groups=(0, 1, 40))
+    q, layer = random_problem(case, "bfloat16", "outliers")
+    layer, lengths = case.attended(layer, planes)
+    out = kernel(implementation, q, layer, lengths, planes=planes)(q, layer, lengths)
+    assert_close(out, expected(q, layer, lengths, planes=planes), f"{tokens} tokens")
+
+
+@pytest.mark.parametrize("shared", [0, 1, 12])
+@pytest.mark.parametrize("tokens, planes", [(1, 1), (1, 2), (4, 2)])
+def test_rows_that_share_groups(monkeypatch, tokens, planes, shared):
+    """Values and attention mass are those of rows that are read one by one, also where a launch takes a part of the batch."""
+    monkeypatch.setattr(support, "MAX_TOKENS", 4 * tokens)
+    case = Case(tokens, 8, 2, 128, group_size=128, capacity=40, groups=(12, 13, 17, 40, 40, 12))
+    q, layer = random_problem(case, "bfloat16", "outliers")
+    together, apart = in_shared_pages(layer, shared)
+    view = DenseView(planes, observed=True)
+    module = importlib.import_module("pallas_kernels.attention.mosaic_shared")
+    skip_or_fail("mosaic_gpu", module.unsupported(q, together, case.lengths, view))
+    out, mass = jax.jit(module.decode_attention)(q, together, case.lengths, view)
+    exact, exact_mass = exactly_observed(q, apart, case.lengths, view)
+    assert_close(out, exact, f"{shared} shared groups")
+    np.testing.assert_allclose(np.asarray(mass), np.asarray(exact_mass), atol=2e-2)
 
 
 @every_kernel

@@ -110,7 +110,7 @@ def test_kernels_take_no_other_dtypes_or_shapes(arguments):
         ((q.astype(jnp.float32), layer, lengths), "bfloat16, not float32"),
         ((q, dataclasses.replace(layer, values=wide(layer.values)), lengths), "bfloat16, not float32"),
         ((q, layer, jax.tree.map(lambda n: n.astype(jnp.int16), lengths)), "int32"),
-        ((jnp.repeat(q, 17, 1), layer, lengths), "up to 16 tokens"),
+        ((jnp.repeat(q, 129, 1), layer, lengths), "up to 128 tokens"),
         ((q[..., :32], layer, lengths), "head_dim"),
     ):
         assert reason in support.unsupported(*args, UPPER_PLANE)

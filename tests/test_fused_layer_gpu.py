@@ -52,7 +52,7 @@ def test_equals_float32_and_the_same_bits_twice(shape, rows):
         args = random_layer(*shape, rows, outliers)
         reason = mosaic_gpu.unsupported(arguments(*args))
         if rows > SHAPES[shape]:
-            assert "no place" in reason
+            assert "no place" in reason or "registers" in reason
             return
         skip_or_fail("mosaic_gpu", reason)
         found, again, expected = run(*args), run(*args), exact(*args)

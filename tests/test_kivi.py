@@ -254,7 +254,7 @@ def test_what_its_kernel_does_not_support(monkeypatch):
     cases = (
         ((q, other(keys=eight, values=eight), lengths), "not yet those in 8"),
         ((q.astype(jnp.float32), layer(), lengths), "a cache in bfloat16, not float32"),
-        ((bf16(1, 17, 2, 64), layer(), lengths), "up to 16 tokens a row, not 17"),
+        ((bf16(1, 17, 2, 64), layer(), lengths), "up to 8 query rows of a KV head, not 34"),
         ((bf16(1, 1, 2, 32), layer(), lengths), "head_dim 64, 128 and 256, not 32"),
         ((q, layer(), Lengths(np.zeros(1, np.int64), np.ones(1, np.int64))), "lengths in int32, not int64"),
         ((q, layer(16), lengths), "a multiple of 32 tokens, not 16 of 64"),

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from paging import in_pages
+from paging import in_pages, in_shared_pages
 from problems.attention import Case, all_listed, random_lists, random_problem, with_others_spoilt
 from problems.low_bits import WIDE
 from problems.norm import random_rows
@@ -21,6 +21,7 @@ from simulated_ptx import at_once, simulate
 from simulated_races import COPIED, Past, Touched, here
 
 import pallas_kernels.attention.mosaic_gpu as attention
+import pallas_kernels.attention.mosaic_shared as attention_shared
 import pallas_kernels.norm.mosaic_gpu as norm
 import pallas_kernels.rope_append.mosaic_gpu as rope_append
 from pallas_kernels.attention import mosaic_plan
@@ -125,6 +126,21 @@ def test_attention_of_groups_in_pages(monkeypatch, kind):
         monkeypatch.setattr(mosaic_plan, "LIST_WORDS", 0)
     expected, _ = attend(q, layer, lengths, view, config)
     np.testing.assert_array_equal(np.asarray(attend(q, in_pages(layer), lengths, view, config)[0]), np.asarray(expected))
+
+
+@pytest.mark.parametrize(("shared", "tokens"), [(2, 3), (0, 1)])
+def test_attention_of_rows_that_share_groups(monkeypatch, shared, tokens):
+    """Values and attention mass are those of rows that are read one by one; a launch takes few queries, so that the batch has parts."""
+    monkeypatch.setattr(attention_shared.support, "MAX_TOKENS", 2 * tokens)
+    monkeypatch.setattr(attention_shared, "_run", at_once(attention_shared._run))
+    case = Case(tokens, 2, 1, 64, group_size=64, capacity=4, groups=(3, 2, 4))
+    q, layer, lengths = attention_problem(case, "outliers")
+    together, apart = in_shared_pages(layer, shared)
+    view = DenseView(2, observed=True)
+    out, mass = attention_shared.decode_attention(q, together, lengths, view)
+    expected, expected_mass = attention_reference.decode_attention(q, apart, lengths, view)
+    assert_close(out, expected)
+    np.testing.assert_allclose(np.asarray(mass), np.asarray(expected_mass, np.float32), atol=2e-2)
 
 
 @pytest.mark.parametrize(("planes", "data"), [(1, "outliers"), (2, "outliers"), (None, "gaussian")])

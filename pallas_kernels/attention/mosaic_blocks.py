@@ -110,7 +110,8 @@ def emit_block(plan: Plan, refs: dict) -> None:
 def emit_merge(plan: Plan, refs: dict) -> None:
     """Emits the merging of the partial results for one query row, which four warps divide among them.
 
-    Where attention is observed it also writes the logarithm (base 2) of the row's sum of exponentials; `Tile` wrote that of each group.
+    Where attention is observed, or combined with that over other tokens, it also writes the logarithm (base 2) of the row's sum of
+    exponentials. `Tile` wrote that of each group.
     """
     H, R = plan.head_dim, plan.heads_per_kv_head
     at = {name: ptx.address(ref) for name, ref in refs.items()}
@@ -160,9 +161,12 @@ def emit_merge(plan: Plan, refs: dict) -> None:
         return numerics.total([ptx.load_shared(at["shared"] + (i + k * (H + 1)) * 4, 1, result="f")[0] for k in range(WARPS)])
 
     divisor = merged(ptx.i32(H))
-    if plan.observe:
+    if plan.observe or plan.totals:
         with ptx.when(thread == 0):
             ptx.store_global(at["everything"] + ptx.i64(place) * 4, top + numerics.log2(divisor))
     with ptx.when(thread < H // 2):
-        word = numerics.pair(merged(pair * 2) / divisor, merged(pair * 2 + 1) / divisor, "bf16")
-        ptx.store_global(at["merged"] + ptx.i64(place) * (2 * H) + ptx.i64(pair * 4), word)
+        both = [merged(pair * 2 + i) / divisor for i in (0, 1)]
+        if plan.totals:
+            ptx.store_global_words(at["merged"] + ptx.i64(place) * (4 * H) + ptx.i64(pair * 8), *map(ptx.as_bits, both))
+        else:
+            ptx.store_global(at["merged"] + ptx.i64(place) * (2 * H) + ptx.i64(pair * 4), numerics.pair(*both, "bf16"))

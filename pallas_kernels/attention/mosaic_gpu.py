@@ -27,7 +27,9 @@ MAX_ROWS = 64, 32, 16, 8  # query rows of a block; another block, which reads th
 def unsupported(q: Array, layer: Layer, lengths: Lengths, view: View) -> str | None:
     if isinstance(layer, TokenCodesLayer):
         return mosaic_low_bits.unsupported(q, layer, lengths)
-    return no_mosaic_gpu() or support.unsupported(q, layer, lengths, view)
+    if reason := no_mosaic_gpu() or support.unsupported(q, layer, lengths, view):
+        return reason
+    return "reads the groups of each row for itself" if support.are_shared(q, layer, view) else None
 
 
 def decode_attention(
@@ -89,6 +91,22 @@ def run(
     lists: ListedGroups | None = None,
     angles: tuple[Array, Array] | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K T C"], FullLayer]:
+    """The values read, the attention mass (of no groups where it is not observed), and the buffer. For the arguments see `launches`."""
+    found = launches(plan, q, lengths, layer, lists, angles)
+    buffer = FullLayer(found["keys"], found["values"]) if plan.appends else layer.buffer
+    if not plan.observe:
+        return found["merged"], jnp.zeros((plan.batch, plan.kv_heads, plan.tokens, 0), jnp.float32), buffer
+    return found["merged"], attention_mass(plan, found["observed"], found["everything"], lengths.quantized), buffer
+
+
+def launches(
+    plan: Plan,
+    q: Array,
+    lengths: Lengths,
+    layer: HierarchicalLayer | FullLayer,
+    lists: ListedGroups | None = None,
+    angles: tuple[Array, Array] | None = None,
+) -> dict[str, Array]:
     """A launch for the partial results of teams, and one that merges them.
 
     Args:
@@ -98,7 +116,8 @@ def run(
         angles: cosines and sines in bfloat16, where the plan appends.
 
     Returns:
-        The values read, the attention mass (of no groups where it is not observed), and the buffer.
+        By name: "merged", the values read [B T N H], in float32 where the plan finds totals; where it appends, "keys" and "values" of the
+        buffer; where it finds totals or observes, "everything", and where it observes, "observed", see `attention_mass`.
     """
     from pallas_kernels.attention import mosaic_blocks
 
@@ -128,25 +147,21 @@ def run(
 
     partial = numbers(out=(*lead, plan.head_dim), top=lead, total=lead)
     shape = plan.batch, plan.tokens, plan.kv_heads * plan.heads_per_kv_head, plan.head_dim
-    merged = {"merged": jax.ShapeDtypeStruct(shape, q.dtype)}
+    merged = {"merged": jax.ShapeDtypeStruct(shape, jnp.float32 if plan.totals else q.dtype)}
     observed = {}
-    if plan.observe:
+    if plan.observe or plan.totals:
         merged |= numbers(everything=(plan.batch, plan.tokens, plan.kv_heads, plan.heads_per_kv_head))
+    if plan.observe:
         observed = numbers(observed=(plan.batch, plan.kv_heads, plan.groups, plan.padded_rows))
     name = f"decode_attention_{'full' if plan.planes is None else f'int{4 * plan.planes}'}"
     name += "_listed" * (lists is not None) + "_observed" * plan.observe + "_appended" * plan.appends + "_paged" * plan.paged
     emit = functools.partial(mosaic_blocks.emit_block, plan)
     blocks = lead[0] * plan.splits
     found = launch(name, emit, inputs, partial | observed, blocks, plan.config.warpgroups, plan.shared_bytes, updated)
-    if plan.appends:
-        buffer = FullLayer(found["keys"], found["values"])
     shared = 4 * WARPS * (plan.head_dim + 1)
     rows = plan.batch * plan.tokens * plan.kv_heads * plan.heads_per_kv_head
     emit = functools.partial(mosaic_blocks.emit_merge, plan)
-    found |= launch("merge_attention", emit, {name: found[name] for name in partial} | sizes, merged, rows, 1, shared)
-    if not plan.observe:
-        return found["merged"], jnp.zeros((plan.batch, plan.kv_heads, plan.tokens, 0), jnp.float32), buffer
-    return found["merged"], attention_mass(plan, found["observed"], found["everything"], lengths.quantized), buffer
+    return found | launch("merge_attention", emit, {name: found[name] for name in partial} | sizes, merged, rows, 1, shared)
 
 
 def attention_mass(

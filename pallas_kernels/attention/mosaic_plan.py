@@ -69,6 +69,7 @@ class Plan:
         observe: whether each group's attention mass is found.
         appends: whether queries, keys and values come as they were projected, for the kernel to rotate and to append.
         paged: whether the rows' groups lie in pages of a pool.
+        totals: whether the sum of exponentials of each query row is found too, and values are in float32, to be combined with others.
     """
 
     batch: int
@@ -86,6 +87,7 @@ class Plan:
     observe: bool = False
     appends: bool = False
     paged: bool = False
+    totals: bool = False
     config: Config = Config(1)
 
     def configured(self, config: Config | None) -> "Plan":
@@ -147,7 +149,7 @@ class Plan:
             2: [*([(1, 3, 4)] if self.block_tiles == 2 else []), (1, 1, 4), (1, 1, 2), (1, 1, 1)],
             None: [(1, 1, 1), (1, 1, 2), (1, 1, 4)],
         }
-        many = [(1, 2 if self.planes is None else 3, 4), (2, 1, 4), (1, 1, 4), (1, 1, 2)]
+        many = [*([] if self.planes is None else [(1, 3, 4)]), (1, 2, 4), (2, 1, 4), (1, 1, 4), (1, 1, 2)]
         shapes = few[self.planes] if self.block_tiles <= 2 else many
         if self.list_width is not None:
             shapes = [(1, 3, 2), *shapes]  # many teams, for a step or two each

@@ -5,9 +5,10 @@ from jaxtyping import Array
 
 from pallas_kernels.formats.kv_cache import HierarchicalLayer, Lengths
 from pallas_kernels.formats.token_codes import Layer
-from pallas_kernels.formats.views import ChosenTokens, LargestMass, ListedGroups, View
+from pallas_kernels.formats.views import ChosenTokens, DenseView, LargestMass, ListedGroups, View
 
-MAX_TOKENS = 16
+MAX_TOKENS = 128  # of a row
+MAX_SHARING_ROWS = 16  # query rows of a KV head, of one row of the batch, for which groups that rows share are read once
 HEAD_DIMS = (64, 128, 256)
 GROUP_SIZES = (64, 128)
 
@@ -40,6 +41,14 @@ def unsupported_queries(arrays: list[Array], lengths: Lengths) -> str | None:
     if q.shape[3] not in HEAD_DIMS:
         return f"supports head_dim 64, 128 and 256, not {q.shape[3]}"
     return None
+
+
+def are_shared(q: Array, layer: Layer, view: View) -> bool:
+    """Whether groups that all rows share are read once for all: where each row has so few queries that the arithmetic of several rows takes
+    no longer than reading the groups for each."""
+    if not isinstance(layer, HierarchicalLayer) or layer.shared_groups is None or not isinstance(view, DenseView):
+        return False
+    return q.shape[1] * (q.shape[2] // layer.buffer.keys.shape[1]) <= MAX_SHARING_ROWS
 
 
 def listed_problem(width: int | None) -> dict[str, int]:

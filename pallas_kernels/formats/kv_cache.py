@@ -89,12 +89,15 @@ class HierarchicalLayer:
     Attributes:
         pages: None where each row has room of its own for C groups. Otherwise the rows share a pool of P pages, each of which has room for
             one group of every KV head, and pages[b, c] is the page that holds group c of row b (see `Planes`).
+        shared_groups: how many of the first groups all rows have in the same pages, the same number for each row: they can be read once for
+            all rows. None: each row is read for itself.
     """
 
     keys: Planes
     values: Planes
     buffer: FullLayer
     pages: Int[Array, "B C"] | None = None
+    shared_groups: Int[Array, "B"] | None = None
 
     @classmethod
     def zeros(cls, batch: int, kv_heads: int, groups: int, group_size: int, buffer_rows: int, head_dim: int, dtype) -> "HierarchicalLayer":

@@ -38,14 +38,15 @@ class HierarchicalSettings(HostSettings):
 class HierarchicalCache(PooledCache):
     """Upper and lower 4-bit planes for all but the most recent tokens, which a double full-precision buffer holds.
 
-    scheme: how values become codes, a key of `pallas_kernels.formats.quantization.SCHEMES`. pages: see `HierarchicalLayer`; they are the
-    same for all layers, and therefore not in `layers`.
+    scheme: how values become codes, a key of `pallas_kernels.formats.quantization.SCHEMES`. pages, shared_groups: see `HierarchicalLayer`;
+    they are the same for all layers, and therefore not in `layers`.
     """
 
     layers: tuple[HierarchicalLayer, ...]
     lengths: Lengths
     scheme: str = dataclasses.field(metadata={"static": True})
     pages: Int[Array, "B C"] | None = None
+    shared_groups: Int[Array, "B"] | None = None
 
     Settings: ClassVar[type] = HierarchicalSettings
     gives: ClassVar[frozenset[Gives]] = frozenset({Gives.GROUPS, Gives.TOKENS})
@@ -74,7 +75,7 @@ class HierarchicalCache(PooledCache):
 
     def _layer(self, layer: int) -> HierarchicalLayer:
         """A layer with its pages."""
-        return dataclasses.replace(self.layers[layer], pages=self.pages)
+        return dataclasses.replace(self.layers[layer], pages=self.pages, shared_groups=self.shared_groups)
 
     @property
     def schedule(self) -> Schedule:
@@ -182,7 +183,7 @@ class HierarchicalCache(PooledCache):
 
     def attend(self, layer, qkv, cos, sin, *, view):
         attended, new, mass = append_and_attend(qkv, cos, sin, self._layer(layer), self.lengths, view)
-        return attended, dataclasses.replace(new, pages=None), mass
+        return attended, dataclasses.replace(new, pages=None, shared_groups=None), mass
 
     def flushed_layers(self, due: Bool[Array, "B"]) -> tuple[HierarchicalLayer, ...]:
         def flushed(layer: HierarchicalLayer) -> HierarchicalLayer:

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from qspec_jax.caches.cache import Cache, PooledCache
+from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.adaptive import Adaptive
 from qspec_jax.decoding.compiled import rounded_up
 from qspec_jax.decoding.config import GenerationConfig
@@ -25,14 +26,17 @@ from qspec_jax.decoding.state_arrays import concatenated, enlarged, first_groups
 from qspec_jax.errors import HostMemoryError, InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
-from qspec_jax.states.pages import HeldPages
+from qspec_jax.states.pages import HeldPages, num_shared
 from qspec_jax.states.pool import Pool
 from qspec_jax.states.state import Reader, Room, State
 
 ROOM = 4096  # tokens for which a state has room after its prompt, unless said otherwise
 GENERATED = 1024  # of these, tokens that are generated, by which drafts with a cache of their own measure their memory
-# How many tokens at a time go through the model when more are read, by backend, and on others. On a GPU the kernels of attention take 16.
-TOGETHER, TOGETHER_ELSEWHERE = {"gpu": 16}, 64
+# Tokens that go through the model at a time when more are read; kernels for caches whose tokens have codes of their own take fewer.
+TOGETHER, TOGETHER_IN_CODES = 64, 16
+# Tokens of a prefix that rows share, times the rows but one, from which on a pass reads the prefix once for all rows: that takes launches
+# of its own.
+MIN_SHARED_READS = 16384
 
 
 def prefill(model: Llama, prompt: Any, *, config: GenerationConfig | None = None, tokenizer: Any = None, room: int | None = None) -> State:
@@ -121,12 +125,12 @@ def room_for(reader: Reader, tokens: int, more: int) -> Room:
     more = max(1, min(more, most - tokens))
     text, gamma = bucket(tokens + more), max_drafts(reader.model, config_of(reader))
     of_round = gamma + (0 if reader.draft is None else reader.draft.extra_rows)
-    return Room(text, text + bucket(min(more, GENERATED)), gamma, max(of_round, together() - 1))
+    return Room(text, text + bucket(min(more, GENERATED)), gamma, max(of_round, together(reader.cache) - 1))
 
 
-def together() -> int:
+def together(cache: CacheConfig) -> int:
     """How many tokens go through the model at a time."""
-    return TOGETHER.get(jax.default_backend(), TOGETHER_ELSEWHERE)
+    return TOGETHER if cache.pools or cache.kind == "full" else TOGETHER_IN_CODES
 
 
 def extend(state: State, prompt: Any, *, tokenizer: Any = None) -> State:
@@ -240,7 +244,7 @@ class Rows:
         before = Extended(self.lent(self.cache), self.draft, self.logits, self.queries)
         args = reader.target, begins, before, _int32(self.num_queries), jnp.asarray(text), _int32(cached)
         new = [end - state.cached for end, state in zip(cached, states, strict=True)]
-        width = min(rounded_up(max(new)), self.room.appended + 1, together()) if reader.cache.takes_drafts else 1
+        width = min(rounded_up(max(new)), self.room.appended + 1, together(self.reader.cache)) if reader.cache.takes_drafts else 1
         program, _ = EXTEND.compile(*args, room=self.room, width=width, scores=scores)
         found, scored = program(*args)
         self.cache, self.draft, self.logits, self.queries = self.taken_back(found.cache), found.draft, found.logits, found.queries
@@ -282,6 +286,9 @@ def joined(states: Sequence[State], lengths: Sequence[int]) -> Rows:
         schedule = reader.schedule
         pages = [pool.longer(state.pages, schedule.max_flushes(length)) for state, length in zip(states, lengths, strict=True)]
         cache = dataclasses.replace(cache, pages=pool.table(pages, schedule.max_flushes(room.capacity)))
+        shared = num_shared(pages)
+        if shared * schedule.flush_size * (len(pages) - 1) >= MIN_SHARED_READS:
+            cache = dataclasses.replace(cache, shared_groups=jnp.full(len(pages), shared, jnp.int32))
     return Rows(reader, room, cache, draft, logits, queries, [state.num_queries for state in states], pages)
 
 
@@ -364,7 +371,7 @@ class Continued:
 
 def _alone(cache: Cache) -> Cache:
     """The cache of a row without the table of its pages, which a state has on the host."""
-    return dataclasses.replace(cache, pages=None) if isinstance(cache, PooledCache) else cache
+    return dataclasses.replace(cache, pages=None, shared_groups=None) if isinstance(cache, PooledCache) else cache
 
 
 def _int32(numbers: Sequence[int]) -> Int[Array, "B"]:

@@ -82,3 +82,9 @@ class HeldPages(Sequence[int]):
         """A further holder of these pages."""
         pool.share(pages)
         return cls(pool, pages)
+
+
+def num_shared(rows: Sequence[Sequence[int]]) -> int:
+    """How many of their first pages the rows have in common."""
+    columns = zip(*rows)
+    return next((i for i, column in enumerate(columns) if len(set(column)) > 1), min(map(len, rows)))

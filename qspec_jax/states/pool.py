@@ -106,7 +106,7 @@ class Pool:
     def take_back(self, cache: HierarchicalCache) -> HierarchicalCache:
         """Keeps the arrays of a cache. Returns the cache without them, but with its table."""
         self.groups = groups_of_layers(cache)
-        return dataclasses.replace(without_groups(cache), pages=cache.pages)
+        return dataclasses.replace(without_groups(cache), pages=cache.pages, shared_groups=cache.shared_groups)
 
     def _check_held(self) -> None:
         if self.lost:
@@ -148,4 +148,4 @@ def groups_of_layers(cache: HierarchicalCache) -> Groups:
 def without_groups(cache: HierarchicalCache) -> HierarchicalCache:
     """The buffers and lengths of a cache."""
     layers = (HierarchicalLayer(None, None, FullLayer(layer.buffer.keys, layer.buffer.values)) for layer in cache.layers)
-    return dataclasses.replace(cache, layers=tuple(layers), pages=None)
+    return dataclasses.replace(cache, layers=tuple(layers), pages=None, shared_groups=None)
