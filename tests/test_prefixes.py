@@ -11,7 +11,7 @@ from runs import random_model
 
 from qspec_jax import demo
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
-from qspec_jax.decoding import reading, shared
+from qspec_jax.decoding import reading, shared_prefixes
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.device_memory import bytes_of_round
@@ -31,11 +31,7 @@ TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% i
 REWRITES = TEMPLATE.replace("{{ m.content }}", "{{ m.content if loop.last else m.content[:6] }}")
 G = 8
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _float64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 @pytest.fixture(scope="module")
@@ -164,13 +160,13 @@ def test_results_depend_on_the_line_alone(network, tokenizer, config, monkeypatc
     ]
     lines = read(network, tokenizer, config, *said)
     alone = [outputs(network, tokenizer, config, [line], 8)[0] for line in lines]
-    read_prefixes, of_prefix = [], shared.state_of_prefix
+    read_prefixes, of_prefix = [], shared_prefixes.state_of_prefix
 
     def counted(prepared):
         read_prefixes.append(tuple(prepared.requests[0].tokens[: prepared.requests[0].prefix]))
         return of_prefix(prepared)
 
-    monkeypatch.setattr(shared, "state_of_prefix", counted)
+    monkeypatch.setattr(shared_prefixes, "state_of_prefix", counted)
     for order, size in ((range(6), 2), ([5, 3, 1, 0, 4, 2], None), ([3, 4, 5], 8)):
         read_prefixes.clear()
         assert outputs(network, tokenizer, config, [lines[i] for i in order], size) == [alone[i] for i in order]
@@ -201,7 +197,7 @@ def test_rows_that_fit_beside_a_prefix(network, config, monkeypatch):
     ]
     prepared = prepare(network, requests)
     prefix = reading.state_of_prefix(prepared)
-    assert shared.rows_that_fit(prepared, prefix) == 3  # the device does not say
+    assert shared_prefixes.rows_that_fit(prepared, prefix) == 3  # the device does not say
     pool, per_layer = prefix.reader.pool, 2 * network.config.num_kv_heads * G * network.config.head_dim
     of_page = pool.num_bytes // pool.pages.size
     assert of_page > network.config.num_layers * per_layer  # keys and values of a group, a byte for each number
@@ -210,10 +206,10 @@ def test_rows_that_fit_beside_a_prefix(network, config, monkeypatch):
     assert pages[0] > pages[1] >= pages[2] >= 0
     for rows in range(4):
         free = bytes_in_loop(prepared.draft) + rows * own + sum(pages[:rows]) * of_page
-        monkeypatch.setattr(shared, "free_bytes", lambda mesh, free=free: free)
-        assert shared.rows_that_fit(prepared, prefix) == max(rows, 1)
-    monkeypatch.setattr(shared, "free_bytes", lambda mesh: free - 1)
-    assert shared.rows_that_fit(prepared, prefix) == 2
+        monkeypatch.setattr(shared_prefixes, "free_bytes", lambda mesh, free=free: free)
+        assert shared_prefixes.rows_that_fit(prepared, prefix) == max(rows, 1)
+    monkeypatch.setattr(shared_prefixes, "free_bytes", lambda mesh: free - 1)
+    assert shared_prefixes.rows_that_fit(prepared, prefix) == 2
     run = run_batch(network, prepared, batch_size=None)
     assert len(list(run)) == 3 and run.stats.batch_size == 2
 

@@ -34,11 +34,7 @@ DRAFTS = ("quantspec", "sparse", "retrieval:rebuild=16", "prompt-lookup")
 MORE_DRAFTS = ("snapkv", "streaming-llm", "h2o", "chunk-means:chunk=4")
 TEXT = random_prompts([170])[0]
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _float64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 @pytest.fixture(scope="module")
@@ -365,6 +361,15 @@ def test_memory_that_ends_while_a_pool_grows_costs_no_states(model, monkeypatch)
     gc.collect()
     assert (pool.pages.size, pool.pages.reserved, pool.lost) == (size, reserved, False)
     np.testing.assert_array_equal(extend(state, TEXT[40:60]).logits, expected)
+
+
+def test_selected_samples_are_those_of_all(model):
+    """A selection that begins within the samples of a prompt goes on with that prompt in the first row alone."""
+    settings = config(model, temperature=1.5, num_return_sequences=2)
+    prepared = prepare(model, [TEXT[:20], TEXT[20:50]], config=settings, key=jax.random.key(0))
+    expected = generate(model, prepared).token_ids
+    for selection in ([1], [1, 2], [3, 0]):
+        assert generate(model, prepared.select(selection)).token_ids == [expected[i] for i in selection]
 
 
 def test_a_pool_that_grows_while_a_stream_waits(model):

@@ -24,11 +24,7 @@ from qspec_jax.models.sharding import model_mesh
 TEXT = random_prompts([170])[0]
 SPECACHE = "specache:bits=1,residual=16,k=3"
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _float64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 from checkpoints import hf_config, write_checkpoint
@@ -20,11 +19,7 @@ from qspec_jax.models.skipping import Skipped
 
 TEXT = random_prompts([40])[0] * 4  # so that lookups find something
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _float64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 @pytest.fixture(scope="module")

@@ -30,11 +30,7 @@ from qspec_jax.states import file
 TEXT = random_prompts([100])[0]
 SETTINGS = GenerationConfig(draft="sparse", group_size=8, num_speculative_tokens=3, max_new_tokens=12)
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _float64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 @pytest.fixture(scope="module")

@@ -63,22 +63,22 @@ class Sizes:
 
     @property
     def new(self) -> int:
-        """The most tokens that follow a document or a prompt."""
+        """The maximum number of tokens that follow a document or a prompt."""
         return max(self.question_tokens + self.answer_tokens, self.sample_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
 class StatesRow:
-    """Figures of one thing that was done in one way.
+    """Figures of one task that was done in one way.
 
     Attributes:
         task: "first token" of a question, "questions" about documents, or "samples" of one prompt.
         way: "from a state" or "read again".
         context: tokens of a document or of the prompt.
-        count: questions or samples.
-        seconds: of all of them; of first tokens the median of one.
+        count: the number of questions or samples.
+        seconds: seconds that all of them took; for first tokens the median of one.
         seconds_each: seconds of one question or sample.
-        new_tokens: of all of them.
+        new_tokens: the number of new tokens of all of them.
         decode_s: seconds of their decoding alone; None for first tokens.
         kv_bytes: of the document with its question, or of all samples; of samples that are read again, what rows that share nothing hold.
         acceptance_rate: accepted over drafted tokens; None where nothing was drafted.
@@ -103,7 +103,7 @@ class StatesRow:
 
 @dataclasses.dataclass(frozen=True)
 class StatesReport(Run):
-    """Each thing in both ways.
+    """Figures of each task in both ways.
 
     Attributes:
         model: its name.
@@ -163,7 +163,7 @@ class StatesReport(Run):
         for axes, task in zip(panels, tasks, strict=True):
             for number, way in enumerate((AGAIN, STATE)):
                 line = [row.seconds_each for row in self.rows if (row.task, row.way) == (task, way)]
-                axes.plot(contexts, line, marker="o", **{"color": f"C{number}", "label": way})
+                axes.plot(contexts, line, marker="o", color=f"C{number}", label=way)
             plots.context_axis(axes, contexts)
             if task == FIRST_TOKEN:
                 axes.set_yscale("log")
@@ -311,7 +311,9 @@ class _Measured:
 
         return self._batch(QUESTIONS, way, requests(asked), requests(warm_up), self._sizes.batch_size)
 
-    def _batch(self, task: str, way: str, requests: list[Request], warm_up: list[Request], batch_size: int, kv_bytes: int | None = None):
+    def _batch(
+        self, task: str, way: str, requests: list[Request], warm_up: list[Request], batch_size: int, kv_bytes: int | None = None
+    ) -> StatesRow:
         for timed in (warm_up, requests):
             began = time.perf_counter()
             batch = run_batch(self._model, timed, batch_size=batch_size, strategy=self._strategy)

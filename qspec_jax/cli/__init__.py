@@ -17,6 +17,7 @@ INFORMING = (
     "decoding.resolve",  # which draft was chosen
     "decoding.skip_search",  # which layers it skips
     "decoding.capacity",  # how many rows fit
+    "decoding.shared_prefixes",  # how many rows fit beside a prefix
     "decoding.host_residence",  # how many layers of a cache in host memory are resident
     "evaluate.harness",  # which settings of sampling a task has
     "bench.batch",  # each row as it is measured

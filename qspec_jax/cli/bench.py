@@ -350,10 +350,7 @@ def bench_states(
     sample_tokens: Annotated[int, typer.Option(min=1, help="New tokens of a sample.")] = states.Sizes.sample_tokens,
     batch_size: Annotated[int, typer.Option(min=1, help="Answers that are generated at a time.")] = states.Sizes.batch_size,
     read_again: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Read the document again for this number of the questions, if not for all: times are compared by question."
-        ),
+        int | None, typer.Option(min=1, help="Number of questions for which the document is also read again. Default: all of them.")
     ] = None,
     num_speculative_tokens: Annotated[
         int | None, typer.Option("--gamma", "--num-speculative-tokens", help="Most drafts of a round: the draft's default, if not given.")
@@ -387,8 +384,18 @@ def bench_states(
     config = GenerationConfig(draft=draft, ignore_eos=True, **settings)
     if simulate_ratio is not None and draft in (AUTO, NONE):
         raise InputError(f"--simulate-ratio needs a --draft whose number of drafts is known, not {draft}")
-    of_sizes = (documents, questions, question_tokens, answer_tokens, samples, sample_tokens, batch_size, read_again, repeats)
-    sizes, contexts = states.Sizes(*of_sizes), list(dict.fromkeys(context or [6000]))
+    sizes = states.Sizes(
+        documents=documents,
+        questions=questions,
+        question_tokens=question_tokens,
+        answer_tokens=answer_tokens,
+        samples=samples,
+        sample_tokens=sample_tokens,
+        batch_size=batch_size,
+        read_again=read_again,
+        repeats=repeats,
+    )
+    contexts = list(dict.fromkeys(context or [6000]))
     shape = architecture(arch) if arch else huggingface.load_config(demo.MODEL if model is None else model)
     check_positions("model", shape.max_length, "--context", max(contexts), sizes.new)
     if arch is not None:

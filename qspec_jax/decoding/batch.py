@@ -18,21 +18,11 @@ from qspec_jax.decoding.prepare import ROWS_OF_AUTO, Prepared, prepare
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.results import BatchStats, Result
 from qspec_jax.decoding.sampling import Sampler, make_sampler
-from qspec_jax.decoding.shared import run_shared
+from qspec_jax.decoding.shared_prefixes import run_shared
 from qspec_jax.decoding.slots import Slots
 from qspec_jax.decoding.waiting import Queue
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
-
-
-def _with_shared(prepared: Prepared, rows: int | None, stats: BatchStats, settings: dict[str, Any]) -> Generator[Result, None, None]:
-    """The requests that name a prefix, and then the others."""
-    yield from run_shared(prepared, rows, settings["strategy"], stats)
-    plain = [index for index, request in enumerate(prepared.requests) if not request.prefix]
-    if plain:
-        others = Slots(prepared.select(plain), Queue(len(plain)), rows and min(rows, len(plain)), stats=stats, **settings)
-        for result in others.run():
-            yield dataclasses.replace(result, index=plain[result.index])
 
 
 class BatchRun:
@@ -130,3 +120,20 @@ def run_batch(
             yield result
 
     return BatchRun(results(), stats)
+
+
+def _with_shared(prepared: Prepared, rows: int | None, stats: BatchStats, settings: dict[str, Any]) -> Generator[Result, None, None]:
+    """The results of requests of which some name a prefix: first those of these, then those of the others.
+
+    Args:
+        prepared: the requests.
+        rows: the maximum of rows at a time; None: the number that fits.
+        stats: the totals of the run, to which each result is added.
+        settings: refill, strategy and view, as `Slots` takes them.
+    """
+    yield from run_shared(prepared, rows, settings["strategy"], stats)
+    plain = [index for index, request in enumerate(prepared.requests) if not request.prefix]
+    if plain:
+        others = Slots(prepared.select(plain), Queue(len(plain)), rows and min(rows, len(plain)), stats=stats, **settings)
+        for result in others.run():
+            yield dataclasses.replace(result, index=plain[result.index])

@@ -42,8 +42,8 @@ class Answer:
         new_tokens: tokens of the answer.
         drafted: tokens that were drafted for it.
         accepted: drafts that the target accepted.
-        tokens_per_second: after the first piece; None where there was no other.
-        tokens: of the whole conversation.
+        tokens_per_second: new tokens for each second after the first piece; None if there was one piece at most.
+        tokens: the number of tokens of the whole conversation.
     """
 
     text: str
@@ -222,11 +222,11 @@ class Conversation:
                 f"{path}: is the state of a text, not of a conversation; read the text with `qspec prefill --chat`, or continue it with "
                 "`qspec generate --state`"
             )
-        self._made_by(state.reader)
-        time = datetime.datetime.fromisoformat(notes["time"])
-        self._add(_Point(tuple(notes["messages"]), notes["documents"], time, state))
-        if time.date() != datetime.date.today() and names_date(self.tokenizer):
-            log.info("the chat template names the date, which stays that of the saved conversation: %s", time.date())
+        self._go_on_with(state.reader)
+        began = datetime.datetime.fromisoformat(notes["time"])
+        self._add(_Point(tuple(notes["messages"]), notes["documents"], began, state))
+        if began.date() != datetime.date.today() and names_date(self.tokenizer):
+            log.info("the chat template names the date, which stays that of the saved conversation: %s", began.date())
 
     @property
     def _now(self) -> _Point:
@@ -239,7 +239,8 @@ class Conversation:
         for i in range(1, len(self._points) - 1 - count):
             self._points[i] = dataclasses.replace(self._points[i], state=None)
 
-    def _made_by(self, reader: Reader) -> None:
+    def _go_on_with(self, reader: Reader) -> None:
+        """Takes the reader for all that follows, and its settings, in which "auto" is settled."""
         self._reader, self.config = reader, dataclasses.replace(self.config, **reader.settings)
 
     def _tokens(self, messages: Sequence[Message]) -> list[int]:
@@ -256,7 +257,7 @@ class Conversation:
         now, asked = self._now.state, self._asked
         known = [*filter(None, [now, asked, *(point.state for point in reversed(self._points))])]
         kept = [state for state in known if not state.lost]
-        beginning = max((_beginning(state, ids) for state in kept), key=_length, default=None)
+        beginning = max((_trimmed_to(state, ids) for state in kept), key=_length, default=None)
         if len(kept) < len(known):
             log.info("an interrupted run has lost what was read, so it is read again")
         elif now is not None and _length(beginning) < len(now):
@@ -265,7 +266,7 @@ class Conversation:
             return extend(beginning, ids[len(beginning) :]), len(ids) - len(beginning)
         if self._reader is None:
             state = prefill(self.model, ids, config=self.config, room=self._room)
-            self._made_by(state.reader)
+            self._go_on_with(state.reader)
             return state, len(ids)
         # The draft is made once, and the reader knows its text, which a file is given.
         config = dataclasses.replace(self.config, draft=self._reader.draft or NONE)
@@ -297,7 +298,7 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
-def _beginning(state: State, ids: Sequence[int]) -> State | None:
+def _trimmed_to(state: State, ids: Sequence[int]) -> State | None:
     """The state, or what can be trimmed of it, that begins these tokens and leaves one of them to read; None if there is none."""
     same = min(_common(state.tokens.tolist(), ids), len(ids) - 1)
     if same == len(state):

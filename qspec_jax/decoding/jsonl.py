@@ -156,8 +156,8 @@ class LineReader:
 
     A line is a JSON object with one of `prompt` (text), `token_ids` or `messages` (to the tokenizer's chat template), and perhaps settings
     of its own (`SETTINGS`, as in `GenerationConfig`), a number of samples `n`, a `seed`, an `id`, and a `prefix` that its prompt follows
-    (see `prefixes`); or one of OpenAI's batch files (see `openai_lines`). A key with
-    null is as one that is absent. A line's draws are of its own seed, or of the run's and its number.
+    (see `prefixes`); or one of OpenAI's batch files (see `openai_lines`). A key with null is as one that is absent. A line's draws are of
+    its own seed, or of the run's and its number.
 
     Args:
         model: what the prompts are for.

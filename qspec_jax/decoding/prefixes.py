@@ -35,7 +35,7 @@ class Prefixes:
         self.tokenizer, self.folder = tokenizer, folder
         self.contents: dict[str, bytes] = {}
         self._ids: dict[str, list[int]] = {}
-        self._said = False
+        self._warned = False
 
     def tokens(self, prefix: Any, rest: Any, *, chat: bool) -> tuple[Sequence[int], int]:
         """The token ids of a line, and how many of them are its prefix.
@@ -86,8 +86,8 @@ class Prefixes:
             raise InputError(f"messages should be a list of objects with role and content, not {rest!r:.40}")
         whole, alone = chat_tokens(self.tokenizer, [*prefix, *rest]), chat_tokens(self.tokenizer, prefix, answers=False)
         same = next((i for i, (one, other) in enumerate(zip(whole, alone)) if one != other), min(len(whole), len(alone)))
-        if same < len(alone) and not self._said:
-            self._said = True
+        if same < len(alone) and not self._warned:
+            self._warned = True
             log.warning(
                 "the chat template changes the messages of a prefix once others follow them: of its %d tokens the first %d are the "
                 "prefix, and the others are read with each line",

@@ -91,7 +91,8 @@ class Prepared:
         if not requests:
             raise InputError("at least one request should be selected")
         states = self.states and tuple(self.states[i] for i in indices)
-        return dataclasses.replace(self, requests=requests, states=states)
+        # A selection may have some samples of a prompt and not others, so each is a prompt of its own.
+        return dataclasses.replace(self, requests=requests, states=states, samples=1)
 
     def engine(self, **settings: Any) -> Engine:
         """An engine with room for all requests. settings: see `Engine`."""

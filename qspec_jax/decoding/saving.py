@@ -41,12 +41,13 @@ NAMES = {
 }
 HASHED = ("weights", "draft_weights")
 AUTO_SKIP = "skip=auto"
+# Parts of a state that may be None, and what a header says of each: whether it is in the file.
 KNOWN = {"logits": bool, "adaptive": bool}
 # The parts of a header, and of its part "room", with their types.
 TYPES = {"format": int, "identity": dict, "room": dict, "known": dict, "settings": dict, "choices": list, "notes": object}
 TYPES |= dict.fromkeys(("tokens", *COUNTS), int)
 ROOM_TYPES = {field.name: int for field in dataclasses.fields(Room)}
-NO_STATE, AGAIN = "is no state that this program saved", "make the state again"
+NOT_SAVED_HERE, AGAIN = "is no state that this program saved", "make the state again"
 TOKENS, GROUPS, OWN = "tokens", "groups", "own"  # first parts of the names of arrays
 
 
@@ -102,15 +103,20 @@ def load_with_notes(path: str | Path, model: Llama, *, config: GenerationConfig 
             f"{path}: has version {header.get('format')!r:.60} of the format of states, and this program reads version {FORMAT}"
         )
     if fault := _fault(header, model):
-        raise InputError(f"{path}: {NO_STATE}, since {fault}; {AGAIN}")
-    config = _config_for(path, header["settings"], config or GenerationConfig())
-    reader = _reader(model, config, min(header["tokens"], model.config.max_length - 1), header["choices"])
+        raise InputError(f"{path}: {NOT_SAVED_HERE}, since {fault}; {AGAIN}")
+    config = _with_stored(path, header["settings"], config or GenerationConfig())
+    reader = _reader_with(model, config, min(header["tokens"], model.config.max_length - 1), header["choices"])
     for name, own in _identity(reader).items():
         if (found := header["identity"][name]) != own:
             differ = "" if name in HASHED else f" ({_shown(found, own)}, here {_shown(own, found)})"
             raise InputError(f"{path}: the state was made with {NAMES[name]}{differ}; give what it was made with, or read the text again")
-    room = Room(**header["room"])
-    count = 0 if reader.pool is None else reader.schedule.max_flushes(header["cached"])
+    return _read_state(path, header, reader), header["notes"]
+
+
+def _read_state(path: Path, header: dict[str, Any], reader: Reader) -> State:
+    """The state in a file whose header was checked. Raises InputError for arrays that no state with this header has."""
+    room, cached = Room(**header["room"]), header["cached"]
+    count = 0 if reader.pool is None else reader.schedule.max_flushes(cached)
     own, groups = shapes_of(reader, room, count)
     own |= {name: None for name, known in header["known"].items() if not known}
     if header["known"]["adaptive"]:
@@ -118,21 +124,19 @@ def load_with_notes(path: str | Path, model: Llama, *, config: GenerationConfig 
     shapes = {TOKENS: jax.ShapeDtypeStruct((header["tokens"],), jnp.int32)} | _named(OWN, own) | _named(GROUPS, groups)
     arrays = file.read(path, shapes)
 
-    def of(part: str, tree: Any) -> Any:
+    def filled(part: str, tree: Any) -> Any:
         return jax.tree.unflatten(jax.tree.structure(tree), [arrays[name] for name in _named(part, tree)])
 
-    tokens, held, cached = np.asarray(arrays[TOKENS]), of(OWN, own), header["cached"]
-    size = model.config.vocab_size
+    tokens, held, size = np.asarray(arrays[TOKENS]), filled(OWN, own), reader.model.config.vocab_size
     if tokens.min() < 0 or tokens.max() >= size:
-        raise InputError(f"{path}: {NO_STATE}, since it has token ids outside the vocabulary of {size}; {AGAIN}")
+        raise InputError(f"{path}: {NOT_SAVED_HERE}, since it has token ids outside the vocabulary of {size}; {AGAIN}")
     if jax.device_get(held["cache"].lengths) != jax.device_get(reader.schedule.lengths(jnp.array([cached], jnp.int32))):
-        raise InputError(f"{path}: {NO_STATE}, since the lengths of its cache are not those of {cached} tokens; {AGAIN}")
+        raise InputError(f"{path}: {NOT_SAVED_HERE}, since the lengths of its cache are not those of {cached} tokens; {AGAIN}")
     pages = None
     if reader.pool is not None:
         pages = reader.pool.reserve(count)
-        reader.pool.fill(pages, of(GROUPS, groups))
-    counts = {name: header[name] for name in COUNTS}
-    return State(tokens, **held, **counts, room=room, reader=reader, pages=pages), header["notes"]
+        reader.pool.fill(pages, filled(GROUPS, groups))
+    return State(tokens, **held, **{name: header[name] for name in COUNTS}, room=room, reader=reader, pages=pages)
 
 
 def _fault(header: dict[str, Any], model: Llama) -> str | None:
@@ -170,7 +174,7 @@ def _choices(reader: Reader) -> list[str] | None:
     return chosen if len(chosen) == text.count(AUTO_SKIP) == text.count("skip=") else None
 
 
-def _reader(model: Llama, config: GenerationConfig, tokens: int, choices: Sequence[str]) -> Reader:
+def _reader_with(model: Llama, config: GenerationConfig, tokens: int, choices: Sequence[str]) -> Reader:
     """What reads the states of a file. choices: see `_choices`; made by the text of the state, they are not made by another."""
     text = config.draft
     if not choices or not isinstance(text, str):
@@ -181,7 +185,7 @@ def _reader(model: Llama, config: GenerationConfig, tokens: int, choices: Sequen
     return dataclasses.replace(reader, settings=reader.settings | {"draft": config.draft})
 
 
-def _config_for(path: Path, stored: dict[str, Any], config: GenerationConfig) -> GenerationConfig:
+def _with_stored(path: Path, stored: dict[str, Any], config: GenerationConfig) -> GenerationConfig:
     """The config with the stored settings of a state where it has defaults. Raises InputError where it has others."""
     default, gamma = GenerationConfig(), "num_speculative_tokens"
     taken = {name: value for name, value in stored.items() if getattr(config, name) == getattr(default, name)}
@@ -197,6 +201,7 @@ def _config_for(path: Path, stored: dict[str, Any], config: GenerationConfig) ->
 
 
 def _own(state: State) -> dict[str, Any]:
+    """The trees of arrays that belong to the state alone."""
     return {name: getattr(state, name) for name in ("cache", "draft", "logits", "queries", "adaptive")}
 
 

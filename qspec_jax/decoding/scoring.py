@@ -12,7 +12,7 @@ from qspec_jax.decoding.requests import checked_prompt
 from qspec_jax.errors import InputError
 from qspec_jax.states.state import State
 
-TOGETHER = 8  # continuations that are read in one batch
+BATCH_SIZE = 8  # continuations that are read at a time, unless said otherwise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Score:
         return sum(self.logprobs)
 
 
-def score(state: State, continuations: Sequence[Any], *, tokenizer: Any = None, batch_size: int = TOGETHER) -> list[Score]:
+def score(state: State, continuations: Sequence[Any], *, tokenizer: Any = None, batch_size: int = BATCH_SIZE) -> list[Score]:
     """Scores continuations of a state, each as if it were the only one. The state stays as it is.
 
     The target reads its own cache, so with the cache int8 these are the probabilities by which it generates.

@@ -268,7 +268,8 @@ class QspecLM(TemplateLM):
             yield batch, self._scores_of(batch, view)
 
     def _forked(self, waiting: dict[Pair, None], view: CacheView) -> Iterator[tuple[list[Pair], list[tuple[float, bool]]]]:
-        """Takes the pairs whose contexts have more continuations than a batch has rows, and yields them with their scores."""
+        """The scores of pairs whose contexts have more continuations than a batch has rows. These pairs are removed from `waiting`, so that
+        `_batched`, which comes next, has the others."""
         if view.view == UPPER_PLANE or view.one_by_one or view.cache.guesses:  # what is read there is not what states read
             return
         sharing = defaultdict(list)

@@ -32,9 +32,9 @@ def write(path: Path, header: Mapping[str, Any], arrays: Mapping[str, jax.Array 
     """Writes a file that appears whole or not at all.
 
     Args:
-        path: of the file, which may exist.
-        header: what JSON can express.
-        arrays: by their names.
+        path: of the file; one that exists is replaced.
+        header: anything that JSON can express, which `read_header` returns.
+        arrays: by their names, of types that safetensors has.
 
     Raises:
         InputError: if it cannot be written.
@@ -87,7 +87,7 @@ def read(path: Path, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, ja
 
     Args:
         path: of the file.
-        shapes: what it should hold, each with its sharding if that is not the default device.
+        shapes: those of the arrays that it should hold, by their names, each with its sharding if that is not the default device.
 
     Raises:
         InputError: if it holds other arrays, and for one with numbers that are none (NaN).

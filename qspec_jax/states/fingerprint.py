@@ -1,6 +1,5 @@
 """The fingerprint of weights: equal for equal numbers, wherever they are stored, and computed where they are."""
 
-import functools
 import hashlib
 from typing import Any
 
@@ -25,8 +24,9 @@ def fingerprint(tree: Any) -> str:
     return digest.hexdigest()[:32]
 
 
-@functools.partial(jax.jit, inline=False)
+@jax.jit
 def _sums(x: Array) -> Int[Array, "2"]:
+    """Two sums modulo 2**32 of an array's bits, each number mixed with its place by another seed."""
     if x.dtype == bool:
         x = x.astype(jnp.uint8)
     words = lax.bitcast_convert_type(x, jnp.uint32 if x.dtype.itemsize >= 4 else jnp.dtype(f"uint{8 * x.dtype.itemsize}")).ravel()

@@ -43,7 +43,7 @@ class PagePool:
                 self._holders[page] += 1
 
     def release(self, pages: list[int]) -> None:
-        """Takes a holder from each of these pages, and empties the list."""
+        """Takes a holder from each of these pages, and empties the list, so that its owner cannot release them twice."""
         with self._lock:
             for page in reversed(pages):
                 self._holders[page] -= 1

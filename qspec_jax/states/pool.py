@@ -36,7 +36,7 @@ class Pool:
 
     @classmethod
     def of(cls, key: Hashable, first: Callable[[], Groups]) -> "Pool":
-        """The pool with this key, which is made if no state uses it, or if its arrays are lost. first: makes its arrays, see the class."""
+        """The pool with this key, which is made if no state uses it, or if its arrays are lost. first: makes the arrays of a new one."""
         if (pool := _pools.get(key)) is None or pool.lost:
             pool = _pools[key] = cls(first())
         return pool
@@ -68,7 +68,7 @@ class Pool:
         return HeldPages.shared(self.pages, held[:groups])
 
     def table(self, rows: Sequence[Sequence[int]], width: int) -> Int[Array, "B C"]:
-        """The table of rows with these pages, on the device."""
+        """The table of rows with these pages, on the device: [rows, width], filled up with the dummy page 0."""
         table = np.zeros((len(rows), width), np.int32)
         for row, pages in zip(table, rows):
             row[: len(pages)] = pages
@@ -95,9 +95,11 @@ class Pool:
     def lent(self, cache: HierarchicalCache) -> HierarchicalCache:
         """A cache with the pool's arrays, which a program may consume; `take_back` has to be given the cache that it returns.
 
-        cache: rows of the pool, without groups, with their table.
+        Args:
+            cache: of rows whose pages are in the pool, with their table and without groups.
 
-        Raises InputError where a program that was interrupted has consumed the arrays, so that the states are lost.
+        Raises:
+            InputError: if a program that was interrupted has consumed the arrays, so that the states are lost.
         """
         self._check_held()
         layers = (HierarchicalLayer(*groups, layer.buffer) for groups, layer in zip(self.groups, cache.layers, strict=True))
@@ -117,7 +119,7 @@ class Pool:
             return jax.tree.map(lambda x: jnp.pad(x, ((0, max(0, size - x.shape[0])), *((0, 0),) * (x.ndim - 1))), groups)
 
         self._check_held()
-        # A layer at a time, so that one layer's pages are there twice. If memory ends meanwhile, some layers stay larger than others.
+        # A layer at a time, so that one layer's pages alone need memory twice. If it runs out, some layers stay larger than others.
         grown = list(self.groups)
         self.groups, program = (), divided_over(mesh_of(grown), grow)
         try:

@@ -39,7 +39,7 @@ def run_shared(prepared: Prepared, batch: int | None, strategy: Callable[..., Sa
         prepared: all requests of the batch; those without a prefix are left out.
         batch: the maximum of rows at a time; None: the number that fits beside each prefix.
         strategy: makes a sampler of configs.
-        stats: the totals, which grow.
+        stats: the totals of the run, to which each group of rows is added.
     """
     for group in by_prefix(prepared):
         of_group = prepared.select(group)
@@ -50,9 +50,9 @@ def run_shared(prepared: Prepared, batch: int | None, strategy: Callable[..., Sa
         stats.batch_size = max(stats.batch_size, at_once)
         for first in range(0, len(group), at_once):
             indices = group[first : first + at_once]
-            rows = dataclasses.replace(prepared.select(indices), states=tuple(prefix.fork(len(indices))))
-            yield from _results(rows, indices, strategy, stats)
-        del prefix, rows  # before the next one is read
+            forks = dataclasses.replace(prepared.select(indices), states=tuple(prefix.fork(len(indices))))
+            yield from _results(forks, indices, strategy, stats)
+        del prefix, forks  # their memory is free before the next prefix is read
 
 
 def rows_that_fit(prepared: Prepared, prefix: State) -> int:
@@ -80,6 +80,7 @@ def rows_that_fit(prepared: Prepared, prefix: State) -> int:
 
 
 def _results(prepared: Prepared, indices: Sequence[int], strategy: Callable[..., Sampler], stats: BatchStats) -> list[Result]:
+    """The results of rows that are decoded together, which are added to `stats`. indices: of the rows in the whole batch."""
     run = Run(prepared, strategy(*prepared.configs), state.UNLIMITED)
     for _ in run.updates():
         pass
@@ -92,6 +93,7 @@ def _results(prepared: Prepared, indices: Sequence[int], strategy: Callable[...,
     stats.compile_s += found.compile_s
     stats.prefill_s += found.prefill_s
     stats.decode_s += found.decode_s
+    # Without a draft there is no histogram, and each round gives one token after the first.
     rounds = [sum(row.acceptance_histogram) or row.new_tokens - 1 for row in found.rows]
     stats.rounds += max(rounds)
     stats.slot_rounds += max(rounds) * len(rounds)
