@@ -208,9 +208,9 @@ def completed(
     return Prepared(model, config, tuple(settled), draft, tokenizer, choices, keyed=keyed)
 
 
-def config_of(reader: Reader, **changes: Any) -> GenerationConfig:
+def config_of(reader: Reader) -> GenerationConfig:
     """Settings with the draft and the cache for which a reader makes states."""
-    return GenerationConfig(**reader.settings | changes)
+    return GenerationConfig(**reader.settings)
 
 
 def _checked_states(model: Llama, found: Sequence[Any]) -> tuple[State, ...]:
