@@ -1,12 +1,14 @@
 """Tiny random models, and decoding round by round, so that tests see the state after each one."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from checkpoints import hf_config
 
 from qspec_jax.decoding.config import GenerationConfig
@@ -91,3 +93,17 @@ def look(state: DecodeState) -> Round:
     lengths, counts = state.cache.lengths, state.counts
     parts = (lengths.quantized, lengths.buffered, state.emitted, state.status, counts.drafted, counts.accepted, counts.flushes)
     return Round(*(np.asarray(part) for part in parts))
+
+
+@contextlib.contextmanager
+def interrupted_rounds() -> Iterator[None]:
+    """A block that has to end by Ctrl-C, which comes after rounds have consumed the pages of states, and before they are given back."""
+
+    def interrupted(self, *arguments):
+        rounds(self, *arguments)
+        raise KeyboardInterrupt
+
+    rounds = Engine.rounds
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Engine, "rounds", interrupted)
+        yield

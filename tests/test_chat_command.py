@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import pytest
 from checkpoints import hf_config, write_checkpoint
+from runs import interrupted_rounds
 
 from qspec_jax import demo
 from qspec_jax.checkpoints.loading import load_model
@@ -27,7 +28,6 @@ from qspec_jax.cli.process import CtrlC, CtrlCAtPrompt
 from qspec_jax.decoding.chat import chat_tokens
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.conversation import Conversation
-from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.reading import extend, prefill
 from qspec_jax.decoding.scoring import score
@@ -127,20 +127,12 @@ def test_an_answer_that_is_ended_early_is_kept(network, tokenizer):
     assert talk.state.tokens.tolist()[:-6] == chat_tokens(tokenizer, talk.messages[:-1])
 
 
-def test_what_an_interrupted_run_has_lost_is_read_again(network, tokenizer, monkeypatch):
+def test_what_an_interrupted_run_has_lost_is_read_again(network, tokenizer):
     talk, whole = (Conversation(network, tokenizer, config=CONFIG, documents={"a.txt": "x = 1\n" * 20}) for _ in range(2))
     talk.read_documents()
     expected = said(whole, "one")
-
-    def interrupted(self, *arguments):
-        rounds(self, *arguments)
-        raise KeyboardInterrupt
-
-    rounds = Engine.rounds
-    monkeypatch.setattr(Engine, "rounds", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted_rounds():
         said(talk, "one")
-    monkeypatch.undo()
     assert talk.messages == [] and said(talk, "one") == expected
     said(talk, "two")
     assert talk.answer.read_tokens < 40 and not talk.state.lost

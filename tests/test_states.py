@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import random_model, random_prompts
+from runs import interrupted_rounds, random_model, random_prompts
 
 from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE
 from qspec_jax.decoding import reading
@@ -320,19 +320,11 @@ def test_requests_that_share_a_prefix(model, draft, cache):
     assert next(iter(run_batch(model, [greedy]))).token_ids == alone.token_ids[0]
 
 
-def test_states_whose_pages_an_interruption_has_lost_say_so(model, monkeypatch, tmp_path):
+def test_states_whose_pages_an_interruption_has_lost_say_so(model, tmp_path):
     settings = config(model, "quantspec")
     state = prefill(model, TEXT[:40], config=settings, room=60)
-
-    def interrupted(self, *arguments):
-        rounds(self, *arguments)
-        raise KeyboardInterrupt
-
-    rounds = Engine.rounds
-    monkeypatch.setattr(Engine, "rounds", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted_rounds():
         generate(model, state, config=settings)
-    monkeypatch.undo()
     with pytest.raises(InputError, match="was lost when a run was interrupted"):
         generate(model, state, config=settings)
     for use in (lambda: save_state(state, tmp_path / "state"), lambda: extend(state, TEXT * 3), lambda: score(state, [TEXT * 3])):

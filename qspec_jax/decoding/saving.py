@@ -1,4 +1,4 @@
-"""States in files: saved with what identifies model, draft and cache, and loaded for the same ones only."""
+"""States in files: saved with the identity of model, draft and cache (`state_identity`), and loaded for the same ones only."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,37 +9,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.formats.views import View
-from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.adaptive import Adaptive
 from qspec_jax.decoding.config import GAMMA, GenerationConfig
 from qspec_jax.decoding.prepare import OF_STATES
 from qspec_jax.decoding.reading import ROOM, reader_of
 from qspec_jax.decoding.state_arrays import shapes_of
-from qspec_jax.drafts.draft import Draft
+from qspec_jax.decoding.state_identity import NAMES, difference, identity_of
 from qspec_jax.errors import InputError, listed
 from qspec_jax.files import is_replaced
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
-from qspec_jax.models.skipping import Skipped
-from qspec_jax.models.viewed import ViewedModel
 from qspec_jax.states import file
-from qspec_jax.states.fingerprint import fingerprint
 from qspec_jax.states.state import Reader, Room, State
 
 FORMAT = 1  # of the files; it changes when their content gets another meaning
 COUNTS = ("cached", "num_queries")
-# What a message calls the parts of an identity; of those that are hashed it gives no values.
-NAMES = {
-    "model": "another model",
-    "dtype": "another dtype",
-    "rope": "another RoPE",
-    "cache": "another cache",
-    "draft": "another draft",
-    "weights": "other weights",
-    "draft_weights": "other weights of the draft",
-}
-HASHED = ("weights", "draft_weights")
 AUTO_SKIP = "skip=auto"
 # Parts of a state that may be None, and what a header says of each: whether it is in the file.
 KNOWN = {"logits": bool, "adaptive": bool}
@@ -70,7 +54,7 @@ def save_state(state: State, path: str | Path, *, notes: Any = None) -> None:
     arrays = {TOKENS: state.tokens} | _named(OWN, _own(state))
     if state.pages is not None:
         arrays |= _named(GROUPS, state.reader.pool.groups_of(state.pages))
-    header = {"format": FORMAT, "identity": _identity(state.reader), "room": dataclasses.asdict(state.room), "tokens": len(state)}
+    header = {"format": FORMAT, "identity": identity_of(state.reader), "room": dataclasses.asdict(state.room), "tokens": len(state)}
     header |= {name: getattr(state, name) for name in COUNTS} | {"known": _known(state), "notes": notes}
     if (choices := _choices(state.reader)) is None:
         raise InputError("a state of a draft with several skip= of which one is auto cannot be saved; give the layers instead of auto")
@@ -106,10 +90,8 @@ def load_with_notes(path: str | Path, model: Llama, *, config: GenerationConfig 
         raise InputError(f"{path}: {NOT_SAVED_HERE}, since {fault}; {AGAIN}")
     config = _with_stored(path, header["settings"], config or GenerationConfig())
     reader = _reader_with(model, config, min(header["tokens"], model.config.max_length - 1), header["choices"])
-    for name, own in _identity(reader).items():
-        if (found := header["identity"][name]) != own:
-            differ = "" if name in HASHED else f" ({_shown(found, own)}, here {_shown(own, found)})"
-            raise InputError(f"{path}: the state was made with {NAMES[name]}{differ}; give what it was made with, or read the text again")
+    if differs := difference(header["identity"], identity_of(reader)):
+        raise InputError(f"{path}: the state was made with {differs}; give what it was made with, or read the text again")
     return _read_state(path, header, reader), header["notes"]
 
 
@@ -212,42 +194,3 @@ def _known(state: State) -> dict[str, bool]:
 def _named(part: str, tree: Any) -> dict[str, Any]:
     """The arrays of a tree by names that begin with `part`."""
     return {part + jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def _identity(reader: Reader) -> dict[str, Any]:
-    """What a state depends on besides its tokens."""
-    config = reader.model.config
-    return {
-        "model": f"{config.num_layers} layers of {config.hidden_size}",
-        "dtype": str(reader.model.dtype),
-        "rope": f"{config.rope}, {config.max_position_embeddings} positions",
-        "cache": _settings_of(reader.cache, config.head_dim),
-        "draft": _described(reader.draft),
-        "weights": fingerprint(reader.model),
-        "draft_weights": fingerprint(reader.draft),
-    }
-
-
-def _settings_of(cache: CacheConfig, head_dim: int) -> dict[str, Any]:
-    """The settings of a cache by their names, its kind first."""
-    own = {} if cache.settings is None else dataclasses.asdict(cache.settings)
-    return {"kind": cache.kind, "group": cache.group_size_for(head_dim), "scheme": cache.scheme} | own
-
-
-def _shown(part: Any, other: Any) -> str:
-    """A part of an identity for a message: of two caches of a kind, the settings that differ."""
-    if not isinstance(part, dict) or not isinstance(other, dict):
-        return f"{part}"
-    kind, differ = part.get("kind"), [f"{name}={value}" for name, value in part.items() if other.get(name) != value]
-    return f"{kind}:{','.join(differ)}" if kind == other.get("kind") else f"{kind}"
-
-
-def _described(draft: Draft | None) -> str:
-    """The classes and the settings of a draft and of those that it is made of."""
-    if draft is None:
-        return "none"
-    parts = {field.name: getattr(draft, field.name) for field in dataclasses.fields(draft)}
-    parts = {name: part.view if isinstance(part, ViewedModel) else part for name, part in parts.items()}
-    described = int | float | str | Skipped | View | tuple
-    settings = [f"{name}={part}" for name, part in parts.items() if isinstance(part, described) or name == "settings"]
-    return f"{type(draft).__name__}({', '.join(settings + [_described(part) for part in parts.values() if isinstance(part, Draft)])})"

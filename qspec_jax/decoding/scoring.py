@@ -22,7 +22,7 @@ class Score:
     Attributes:
         token_ids: of the continuation.
         logprobs: the log-probability of each token after the text and the tokens before it.
-        greedy: whether each token is the most likely one at its place.
+        greedy: whether every token is the most likely one at its place.
     """
 
     token_ids: list[int]
