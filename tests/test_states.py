@@ -314,6 +314,8 @@ def test_requests_that_share_a_prefix(model, draft, cache):
         np.testing.assert_allclose(found[4].logprobs, expected[4].logprobs, rtol=1e-12)
         bare = lambda result, i: dataclasses.replace(result, index=i, logprobs=None, top_logprobs=None)
         assert [bare(found[i], i) for i in range(6)] == [bare(result, i) for i, result in enumerate(expected)] and run.stats.prompts == 6
+    run = run_batch(model, [requests[i] for i in (0, 3, 2)], batch_size=2)
+    assert len(list(run)) == 3 and run.stats.batch_size == 2  # of the two that share; one does not
     straight = extend(prefill(model, first, config=settings), requests[0].tokens[60:])
     alone = generate(model, straight, config=dataclasses.replace(requests[0].config, temperature=0.0))
     greedy = dataclasses.replace(requests[0], config=dataclasses.replace(requests[0].config, temperature=0.0))

@@ -78,7 +78,8 @@ class Slots:
             schedule = cache.schedule_for(model.config.head_dim)
             self.groups = [schedule.max_flushes(len(r.tokens) + r.config.max_new_tokens) for r in requests]
         room = self.prefills.room(self.groups, share or len(requests)) if batch is None else capacity.enough_for(batch, self.groups)
-        stats.batch_size = batch = room.rows
+        batch = room.rows
+        stats.batch_size = max(stats.batch_size, batch)  # rows over a prefix may have been more
         self.engine.settle_for(batch)
         self.pool = None if room.pages is None else PagePool(room.pages)
         self.pages_of: list[list[int]] = [[] for _ in range(batch)]  # of each slot
