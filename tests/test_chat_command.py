@@ -225,7 +225,7 @@ def test_a_message_of_several_lines(piped, monkeypatch):
     asked, ask = [], Conversation.ask
     monkeypatch.setattr(Conversation, "ask", lambda talk, text: asked.append(text) or ask(talk, text))
     code, _, err = piped('"""one', "", '/two"""', '"""', "/three", '"""', '"""four"""')
-    assert (code, asked) == (0, ["one\n\n/two", "/three", "four"]) and err.count("6 tokens") == 3
+    assert (code, asked) == (0, ["one\n\n/two", "/three", "four"]) and err.count("[6 tokens, ") == 3
     code, _, err = piped('"""one', "two")
     assert code == 2 and len(asked) == 3 and 'the message that """ began has no end' in err
 
