@@ -152,6 +152,16 @@ def test_the_seed_that_is_used_is_said(run, directory, caplog):
     assert not any("--seed" in message for message in caplog.messages)
 
 
+def test_equal_samples_are_said(run, directory, caplog, tmp_path):
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "a", "n": 2}))
+    batch = ["batch", "--model", directory, *SETTINGS, "--overwrite", tmp_path / "in.jsonl", tmp_path / "out.jsonl"]
+    for command in (["generate", "--model", directory, "--prompt", "a", *SETTINGS, "--samples", "2"], batch):
+        for temperature, says in ((), True), (("--temperature", "1"), False):
+            caplog.clear()
+            assert run(*command, *temperature)[0] == 0
+            assert any("because decoding is greedy" in message for message in caplog.messages) is says
+
+
 def test_the_seed_of_lines_that_sample_is_said(run, directory, caplog, tmp_path):
     for own, says in (({}, True), ({"seed": 3}, False)):
         (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "a", "temperature": 1} | own) + "\n" + json.dumps({"prompt": "b"}))

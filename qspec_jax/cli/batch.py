@@ -30,6 +30,7 @@ from qspec_jax.cli.options import (
     load,
     places_of,
     used_seed,
+    warn_of_equal_samples,
     with_settings,
     written_by_first,
 )
@@ -166,6 +167,7 @@ def batch(
     lines = read_lines(content, network, tokenizer, of_lines, seed or 0, columns, prefixes)
     seed = used_seed(seed, [line.request.config for line in lines if line.request and not line.seeded])
     check_lines(lines, name, stops=stops)
+    warn_of_equal_samples([line.request.config for line in lines if line.request])
     # All lines are prepared, also those that are done: draft "auto" and costs depend on all of them, and a run is known by them.
     good = [line for line in lines if line.request]
     work = dict(on_ray=ray is not None, shared=alone)

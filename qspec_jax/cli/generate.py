@@ -33,6 +33,7 @@ from qspec_jax.cli.options import (
     megabytes,
     place_of,
     used_seed,
+    warn_of_equal_samples,
     with_sensitive_layers,
     with_settings,
     written_by_first,
@@ -138,6 +139,7 @@ def generate_command(
         else:
             loaded = load_state(state, network, config=config)
             config, tokens = dataclasses.replace(config, **loaded.reader.settings), _extended(loaded, prompts, tokenizer)
+        warn_of_equal_samples([config])
         settings = dict(
             config=config,
             key=key_of(used_seed(seed, [config])),

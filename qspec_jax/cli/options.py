@@ -367,6 +367,12 @@ def used_seed(seed: int | None, configs: Sequence[GenerationConfig]) -> int:
     return seed or 0
 
 
+def warn_of_equal_samples(configs: Sequence[GenerationConfig]) -> None:
+    """Says in one line that several samples of a prompt are the same where decoding is greedy."""
+    if any(config.num_return_sequences > 1 and not config.temperature for config in configs):
+        log.warning("several samples of a prompt are the same text, because decoding is greedy; give a temperature")
+
+
 def number_list(option: str, text: str, kind: type[int] | type[float], *, repeated: bool = False) -> list:
     """The numbers of an option, between commas. Raises InputError for what is no number of that kind.
 

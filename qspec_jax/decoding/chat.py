@@ -72,7 +72,7 @@ def with_chats(prompts: Any, tokenizer: Any) -> Any:
 def check_template(tokenizer: Any, what: str) -> None:
     """Raises InputError where the tokenizer has no chat template. what: the beginning of the message, with its verb."""
     if not getattr(tokenizer, "chat_template", None):
-        raise InputError(f"{what} a tokenizer with a chat template, and this checkpoint has none; give a text or token ids as the prompt")
+        raise InputError(f"{what} a tokenizer with a chat template, and this checkpoint has none; a text or token ids need no template")
 
 
 def hint_at_chat(tokenizer: Any, prompt: str, instead: str) -> str | None:
