@@ -222,13 +222,13 @@ def test_states_grow_at_the_end_of_the_positions(draft, cache):
 
 @pytest.mark.parametrize("cache", ["int8", "full"])
 def test_states_grow_where_other_numbers_of_tokens_are_read_together(model, monkeypatch, tmp_path, cache):
-    """As those that a GPU has made on a CPU, and the other way round."""
+    """As those of a file that another version of this program has saved."""
     settings = config(model, cache=cache)
     expected = extend(prefill(model, TEXT[:20], config=settings), TEXT[20:150])
     for first, then in ((4, 64), (64, 4)):
-        monkeypatch.setattr(reading, "TOGETHER_ELSEWHERE", first)
+        monkeypatch.setattr(reading, "TOGETHER", first)
         state = prefill(model, TEXT[:20], config=settings, room=1)
-        monkeypatch.setattr(reading, "TOGETHER_ELSEWHERE", then)
+        monkeypatch.setattr(reading, "TOGETHER", then)
         state = extend(state, TEXT[20:150])
         save_state(state, tmp_path / "state")
         state = load_state(tmp_path / "state", model, config=settings)
