@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import itertools
 import resource
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -364,6 +365,21 @@ def test_selected_samples_are_those_of_all(model):
     expected = generate(model, prepared).token_ids
     for selection in ([1], [1, 2], [3, 0]):
         assert generate(model, prepared.select(selection)).token_ids == [expected[i] for i in selection]
+
+
+def test_threads_take_turns(model):
+    """Each gets what it gets alone, while the others make the pool grow."""
+    settings = config(model, "quantspec", max_new_tokens=6)
+    state = prefill(model, TEXT[:40], config=settings, room=60)
+
+    def ask(i: int) -> list[list[int]]:
+        with jax.enable_x64(True):  # a setting of each thread
+            made = [extend(fork, TEXT[40 : 44 + 8 * (i % 4)]) for fork in state.fork(4)]
+            return generate(model, made, config=settings).token_ids
+
+    alone = [ask(i) for i in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(ask, range(24))) == alone * 6
 
 
 def test_a_pool_that_grows_while_a_stream_waits(model):

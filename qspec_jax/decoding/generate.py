@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -315,11 +316,13 @@ class Run:
     def updates(self) -> Iterator[list[tuple[list[int], str]]]:
         """New tokens of each row, and their text: after prefill, and after every `rounds_per_update` rounds until all rows have ended."""
         state, self.prefill_s = self._prefilled()
-        lent, taken_back = (self.continued.lent, self.continued.taken_back) if self.continued else (_same, _same)
-        with_groups = lent(state)
-        self.cache_bytes, self.host_cache_bytes, self.decode_s = with_groups.cache.num_bytes, state.cache.num_host_bytes, 0.0
-        self.engine.compile_rounds(with_groups, self.sampler, self.limits)
-        del with_groups
+        rows = self.continued
+        lent, taken_back, in_use = (rows.lent, rows.taken_back, rows.in_use) if rows else (_same, _same, nullcontext)
+        with in_use():
+            with_groups = lent(state)
+            self.cache_bytes, self.host_cache_bytes, self.decode_s = with_groups.cache.num_bytes, state.cache.num_host_bytes, 0.0
+            self.engine.compile_rounds(with_groups, self.sampler, self.limits)
+            del with_groups
         while True:
             yield self._update(state)
             ended = [row.finish_reason is not None for row in self.rows]
@@ -334,7 +337,7 @@ class Run:
                 if self.continued:
                     self.continued.keep(state)
             began = time.perf_counter()
-            with jax.profiler.TraceAnnotation("rounds"):
+            with jax.profiler.TraceAnnotation("rounds"), in_use():
                 state = taken_back(self.engine.rounds(lent(state), self.sampler, self.limits, self.rounds_per_update))
                 jax.block_until_ready(state)
             self.decode_s += time.perf_counter() - began

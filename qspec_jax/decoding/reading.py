@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -212,6 +213,10 @@ class Rows:
     num_queries: list[int]
     pages: list[HeldPages] | None
 
+    def in_use(self) -> AbstractContextManager:
+        """To be entered from `lent` to `taken_back`: other threads wait for the pool."""
+        return nullcontext() if self.reader.pool is None else self.reader.pool.lock
+
     def lent(self, cache: Cache) -> Cache:
         """The cache of the rows with the groups of the pool."""
         return cache if self.reader.pool is None else self.reader.pool.lent(cache)
@@ -241,13 +246,14 @@ class Rows:
         begins = reader.begins
         if begins is not None and not begins.guesses:
             begins = None if scores else begins.in_prefill()
-        before = Extended(self.lent(self.cache), self.draft, self.logits, self.queries)
-        args = reader.target, begins, before, _int32(self.num_queries), jnp.asarray(text), _int32(cached)
         new = [end - state.cached for end, state in zip(cached, states, strict=True)]
         width = min(rounded_up(max(new)), self.room.appended + 1, together(self.reader.cache)) if reader.cache.takes_drafts else 1
-        program, _ = EXTEND.compile(*args, room=self.room, width=width, scores=scores)
-        found, scored = program(*args)
-        self.cache, self.draft, self.logits, self.queries = self.taken_back(found.cache), found.draft, found.logits, found.queries
+        with self.in_use():
+            before = Extended(self.lent(self.cache), self.draft, self.logits, self.queries)
+            args = reader.target, begins, before, _int32(self.num_queries), jnp.asarray(text), _int32(cached)
+            program, _ = EXTEND.compile(*args, room=self.room, width=width, scores=scores)
+            found, scored = program(*args)
+            self.cache, self.draft, self.logits, self.queries = self.taken_back(found.cache), found.draft, found.logits, found.queries
         if self.queries:
             self.num_queries = [min(known + more, self.queries[0].shape[1]) for known, more in zip(self.num_queries, new, strict=True)]
         return scored
@@ -330,6 +336,10 @@ class Continued:
         adaptive = None if limits.draft_cost is None else concatenated(histories)
         started = engine.resume(rows.logits, jnp.asarray(text), _int32(cached), sampler, keys, limits, waiting, adaptive)
         return dataclasses.replace(started, cache=rows.cache, draft=rows.draft)
+
+    def in_use(self) -> AbstractContextManager:
+        """See `Rows.in_use`."""
+        return self._rows.in_use()
 
     def lent(self, state: DecodeState) -> DecodeState:
         """The state with the groups of the pool, for a program that may consume it."""

@@ -5,6 +5,7 @@ Programs that flush consume these arrays and return them. The states of a pool t
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from weakref import WeakValueDictionary
 
@@ -29,10 +30,13 @@ class Pool:
 
     Args:
         groups: the arrays with the dummy page alone.
+
+    Attributes:
+        lock: to be held from `lent` to `take_back`, so that another thread waits until the arrays are there.
     """
 
     def __init__(self, groups: Groups):
-        self.pages, self.groups = PagePool(1), groups
+        self.pages, self.groups, self.lock = PagePool(1), groups, threading.RLock()
 
     @classmethod
     def of(cls, key: Hashable, first: Callable[[], Groups]) -> "Pool":
@@ -53,9 +57,10 @@ class Pool:
 
     def reserve(self, count: int) -> HeldPages:
         """Pages that nothing else holds. The pool grows if it has too few."""
-        if (pages := self.pages.reserve(count)) is None:
-            self._grow(self.pages.size + max(count - self.pages.free, self.pages.size // 4, _MIN_GROWTH))
-            pages = self.pages.reserve(count)
+        with self.lock:
+            if (pages := self.pages.reserve(count)) is None:
+                self._grow(self.pages.size + max(count - self.pages.free, self.pages.size // 4, _MIN_GROWTH))
+                pages = self.pages.reserve(count)
         return HeldPages(self.pages, pages)
 
     def longer(self, held: HeldPages, groups: int) -> HeldPages:
@@ -78,22 +83,28 @@ class Pool:
         """Copies the groups of a row that shares no pool into its pages. Returns the row's cache without groups."""
         table = self.table([pages], cache.groups)
         rest = without_groups(cache)
-        self.groups = divided_over(mesh_of(self.groups), _written, donate=0)(self.groups, cache, table)
+        with self.lock:
+            self.groups = divided_over(mesh_of(self.groups), _written, donate=0)(self.groups, cache, table)
         return rest
 
     def groups_of(self, pages: HeldPages) -> Groups:
         """Copies of the groups in these pages, without those of other rows."""
-        self._check_held()
         at = jnp.array(pages, jnp.int32)
-        return jax.tree.map(lambda x: x[at], self.groups)
+        with self.lock:
+            self._check_held()
+            return jax.tree.map(lambda x: x[at], self.groups)
 
     def fill(self, pages: HeldPages, groups: Groups) -> None:
         """Writes groups, as `groups_of` returns them, into these pages."""
-        if pages:
+        if not pages:
+            return
+        with self.lock:
             self.groups = divided_over(mesh_of(self.groups), _filled, donate=0)(self.groups, groups, jnp.array(pages, jnp.int32))
 
     def lent(self, cache: HierarchicalCache) -> HierarchicalCache:
         """A cache with the pool's arrays, which a program may consume; `take_back` has to be given the cache that it returns.
+
+        The caller holds `lock` until then.
 
         Args:
             cache: of rows whose pages are in the pool, with their table and without groups.
