@@ -8,6 +8,7 @@ from pallas_kernels.formats.token_codes import Layer
 from pallas_kernels.formats.views import ChosenTokens, DenseView, LargestMass, ListedGroups, View
 
 MAX_TOKENS = 128  # of a row
+MAX_ROUND_TOKENS = 16  # of a row in a verification: for these the time is known (`qspec_jax.planning`)
 MAX_SHARING_ROWS = 16  # query rows of a KV head, of one row of the batch, for which groups that rows share are read once
 HEAD_DIMS = (64, 128, 256)
 GROUP_SIZES = (64, 128)

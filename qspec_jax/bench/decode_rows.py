@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from pallas_kernels.attention.support import MAX_TOKENS
+from pallas_kernels.attention.support import MAX_ROUND_TOKENS
 from qspec_jax.bench.timing import Timing
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.config import AUTOREGRESSIVE, GenerationConfig, fitting
@@ -232,8 +232,8 @@ def select_gammas(given: Sequence[int] | None, default: Sequence[int], max_new_t
 
 def check_gamma(gamma: int) -> None:
     """Raises InputError for more drafts than the kernels verify at once."""
-    if not 1 <= gamma < MAX_TOKENS:
-        raise InputError(f"--gamma {gamma} should be from 1 to {MAX_TOKENS - 1}, which is what the kernels verify at once")
+    if not 1 <= gamma < MAX_ROUND_TOKENS:
+        raise InputError(f"--gamma {gamma} should be from 1 to {MAX_ROUND_TOKENS - 1}")
 
 
 def attempt(function: Callable, *args):

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from pallas_kernels.attention.support import MAX_TOKENS
+from pallas_kernels.attention.support import MAX_ROUND_TOKENS
 from qspec_jax import reports
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture
 from qspec_jax.caches.registry import CACHES
@@ -82,7 +82,7 @@ def plan(
         raise InputError("give one of --arch and --model")
     gammas = list(dict.fromkeys(num_speculative_tokens or planning.GAMMAS))
     batches = list(dict.fromkeys(batch or [1]))
-    for option, numbers, most in ("--batch", batches, 1 << 16), ("--gamma", gammas, MAX_TOKENS - 1):
+    for option, numbers, most in ("--batch", batches, 1 << 16), ("--gamma", gammas, MAX_ROUND_TOKENS - 1):
         if wrong := [number for number in numbers if not 1 <= number <= most]:
             raise InputError(f"{option} {wrong[0]} should be from 1 to {most:,}")
     if not 1 <= max_new_tokens <= 1 << 24:

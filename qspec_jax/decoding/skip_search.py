@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.attention.support import MAX_TOKENS
+from pallas_kernels.attention.support import MAX_ROUND_TOKENS
 from pallas_kernels.formats.views import BOTH_PLANES
 from qspec_jax.caches.cache import Cache, longer
 from qspec_jax.caches.prefill import prefill
@@ -38,7 +38,7 @@ from qspec_jax.models.viewed import ViewedModel
 
 log = logging.getLogger(__name__)
 
-MAX_ROWS = 4  # prompts; and at most MAX_TOKENS tokens in a pass, the limit of all kernels
+MAX_ROWS = 4  # prompts; and at most MAX_ROUND_TOKENS tokens in a pass
 CONTEXT_TOKENS = 512  # of each prompt, before those of the blocks
 BLOCK_TOKENS = 128  # of all rows and blocks together
 MIN_TOKENS = 32  # with fewer in either half of the blocks nothing is skipped
@@ -140,7 +140,7 @@ def layers_to_skip(target: Llama, prompts: Sequence[Sequence[int]], cache: Cache
 def passage_of(target: Llama, prompts: Sequence[Sequence[int]], cache: CacheConfig, gamma: int) -> Passage | None:
     """The ends of the longest prompts; None if they are too short."""
     T = gamma + 1
-    longest = sorted(prompts, key=len, reverse=True)[: max(1, min(MAX_ROWS, MAX_TOKENS // T))]
+    longest = sorted(prompts, key=len, reverse=True)[: max(1, min(MAX_ROWS, MAX_ROUND_TOKENS // T))]
     blocks = 2 * math.ceil(BLOCK_TOKENS / (2 * T * len(longest)))
     texts = [list(text[-CONTEXT_TOKENS - blocks * T :]) for text in longest if len(text) > T]
     if not texts:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention.support import MAX_TOKENS
+from pallas_kernels.attention.support import MAX_ROUND_TOKENS
 from pallas_kernels.formats.kv_cache import HeldKeys
 from pallas_kernels.formats.views import View
 from qspec_jax.caches.cache import AppendedCache, Cache, longer
@@ -128,7 +128,7 @@ class TriForceSettings(SettingsOfTwo):
 
     model: str = setting("", "The small model's checkpoint: a directory, or ORG/NAME on the Hub.")
     gamma1: int = setting(
-        2, "How many tokens the small model drafts at a time, if a round's gamma is larger.", minimum=1, maximum=MAX_TOKENS - 1
+        2, "How many tokens the small model drafts at a time, if a round's gamma is larger.", minimum=1, maximum=MAX_ROUND_TOKENS - 1
     )
     middle: DraftSettings = setting(
         RETRIEVAL,

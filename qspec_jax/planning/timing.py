@@ -12,7 +12,7 @@ from collections import Counter
 
 from pallas_kernels import dispatch, tuning
 from pallas_kernels.attention.mosaic_plan import KERNEL
-from pallas_kernels.attention.support import MAX_TOKENS
+from pallas_kernels.attention.support import MAX_ROUND_TOKENS
 from pallas_kernels.fused_layer.mosaic_gpu import MAX_PIECES as FUSED_PIECES
 from pallas_kernels.fused_layer.mosaic_gpu import MAX_ROWS as FUSED_ROWS
 from pallas_kernels.matmul import mosaic_wide_plan
@@ -147,7 +147,7 @@ def pass_cost(device: Device, reads: StepReads, group_size: int, *, batch: int =
     rest = Work(share * work.linear.flops, own, work.linear.activation_bytes)
     counts = Counter({("layer_one_row" if rows == 1 else "layer_rows"): len(reads.layers) - int4})
     counts["layer_batch"] = (batch - 1) * len(reads.layers)
-    of_cache = math.ceil(tokens / MAX_TOKENS) * batch * reads.cache_bytes / device.read_bytes_per_s
+    of_cache = math.ceil(tokens / MAX_ROUND_TOKENS) * batch * reads.cache_bytes / device.read_bytes_per_s
     cost = Cost(_roofline(device, rest) + of_cache, counts, batch * reads.host_bytes / device.host_bytes_per_s)
     if int4:
         cost += int4 * _int4_layer(device, c, rows)
@@ -229,8 +229,8 @@ def attention_cost(
 ) -> Cost:
     """Attention of one layer over rows of one length, besides its bytes. observe: also how much each group was attended to."""
     c = config
-    launches = math.ceil(tokens / MAX_TOKENS)
-    tiles = math.ceil(min(tokens, MAX_TOKENS) * c.num_heads / c.num_kv_heads / TILE_ROWS)
+    launches = math.ceil(tokens / MAX_ROUND_TOKENS)
+    tiles = math.ceil(min(tokens, MAX_ROUND_TOKENS) * c.num_heads / c.num_kv_heads / TILE_ROWS)
     heads = launches * batch * c.num_kv_heads
     triton = "_triton" if device.kernels == "triton" else ""
     launch = "launch_listed" if layer.listed and not triton else f"launch_attention{triton}"
