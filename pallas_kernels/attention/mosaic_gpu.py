@@ -84,15 +84,11 @@ def tunable(q: Array, layer: Layer, lengths: Lengths, view: View) -> tuple[str, 
 
 @lowered_once
 def run(
-    plan: Plan,
-    q: Array,
-    lengths: Lengths,
-    layer: HierarchicalLayer | FullLayer,
-    lists: ListedGroups | None = None,
-    angles: tuple[Array, Array] | None = None,
+    plan: Plan, q: Array, lengths: Lengths, layer: HierarchicalLayer | FullLayer, *more: ListedGroups | tuple[Array, Array] | None
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K T C"], FullLayer]:
-    """The values read, the attention mass (of no groups where it is not observed), and the buffer. For the arguments see `launches`."""
-    found = launches(plan, q, lengths, layer, lists, angles)
+    """The values read, the attention mass (of no groups where it is not observed), and the buffer. more: the other arguments of
+    `launches`."""
+    found = launches(plan, q, lengths, layer, *more)
     buffer = FullLayer(found["keys"], found["values"]) if plan.appends else layer.buffer
     if not plan.observe:
         return found["merged"], jnp.zeros((plan.batch, plan.kv_heads, plan.tokens, 0), jnp.float32), buffer

@@ -317,7 +317,8 @@ class Continued:
             larger = dataclasses.replace(room, text=text, capacity=text + room.capacity - room.text)
             grown = {id(state): with_room(state, larger) for state in states}
             states = [grown[id(state)] for state in states]
-        self._before, self._texts, self.states = tuple(states), texts, [None] * len(states)
+        self._before, self.states = tuple(states), [None] * len(states)
+        self._texts = [np.array(text, np.int32) for text in texts]
         self._kept: DecodeState | None = None
         self._rows = joined(self._before, [len(text) + new for text in texts])
 
@@ -366,12 +367,12 @@ class Continued:
         before = self._before[b]
         if count := int(row.emitted[0]):
             before = self._state(row, b, new[:count])
-        tokens = np.array([*self._texts[b], *new], np.int32)
+        tokens = np.concatenate([self._texts[b], np.array(new, np.int32)])
         self.states[b] = read_to(before, tokens, len(tokens) - 1)
 
     def _state(self, row: DecodeState, b: int, new: Sequence[int]) -> State:
         before, pages = self._before[b], None
-        tokens = np.array([*self._texts[b], *new], np.int32)
+        tokens = np.concatenate([self._texts[b], np.array(new, np.int32)])
         cached = len(tokens) - 1
         if (pool := before.reader.pool) is not None:
             pages = pool.shorter(self._rows.pages[b], before.reader.schedule.max_flushes(cached))

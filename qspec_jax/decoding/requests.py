@@ -7,6 +7,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from jaxtyping import Array, Key
 
 from qspec_jax.checkpoints.tokenizers import padding_from, special_tokens
@@ -72,7 +73,9 @@ def checked_prompt(model: Llama, prompt: Any, config: GenerationConfig, tokenize
     try:
         if isinstance(prompt, bytes):
             raise TypeError
-        row = [operator.index(token) for token in prompt]
+        # A state's tokens, of which there may be many, come as an array.
+        is_array = isinstance(prompt, np.ndarray) and prompt.ndim == 1 and np.issubdtype(prompt.dtype, np.integer)
+        row = prompt.tolist() if is_array else [operator.index(token) for token in prompt]
     except TypeError:
         raise InputError(f"{name} should be a text or a list of token ids") from None
     if not row:
