@@ -256,7 +256,7 @@ def test_memory_is_flat(model, rounds):
 
 @pytest.mark.parametrize("cache", ["int8", "full", "h2o:heavy=8,recent=8"])
 def test_scores_of_continuations_are_those_of_one_by_one_decoding(model, cache):
-    """Of a state without and with a pending token; each is that of the continuation alone."""
+    """A continuation is scored as if it were the only one, after a state without and with a pending token."""
     settings = config(model, cache=cache, max_new_tokens=2)
     state = prefill(model, TEXT[: 2 * G + 3], config=settings, room=200)
     after = generate(model, state, config=settings).states[0]

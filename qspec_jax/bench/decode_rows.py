@@ -231,7 +231,7 @@ def select_gammas(given: Sequence[int] | None, default: Sequence[int], max_new_t
 
 
 def check_gamma(gamma: int) -> None:
-    """Raises InputError for more drafts than the kernels verify at once."""
+    """Raises InputError for more drafts than the rounds have that are measured."""
     if not 1 <= gamma < MAX_ROUND_TOKENS:
         raise InputError(f"--gamma {gamma} should be from 1 to {MAX_ROUND_TOKENS - 1}")
 
