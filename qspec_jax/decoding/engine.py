@@ -215,7 +215,7 @@ class Engine:
     def resume(
         self,
         logits: Float[Array, "B V"],
-        tokens: Int[Array, "B S"],
+        tokens: Int[Array, "B S"] | None,
         n: Int[Array, "B"],
         sampler: Sampler,
         keys: Key[Array, "B"],
@@ -224,9 +224,8 @@ class Engine:
         adaptive: Adaptive | None,
     ) -> DecodeState:
         """The state of rows that were read before, without cache and draft; see `qspec_jax.decoding.prefill.START`."""
-        seen = tokens if limits.asks_what_was_seen else None
         self._unseen += 1
-        return self._run(Call(START, (logits, seen, n, sampler, keys, limits, pending, adaptive), dict(sizes=self.sizes), "resumed"))
+        return self._run(Call(START, (logits, tokens, n, sampler, keys, limits, pending, adaptive), dict(sizes=self.sizes), "resumed"))
 
     def prepare_prefill(self, prefill: Prefill) -> Callable[[], DecodeState]:
         """Does the host's part of a prefill, and returns the function that starts the device, with hardly any delay."""

@@ -318,11 +318,8 @@ class Run:
         state, self.prefill_s = self._prefilled()
         rows = self.continued
         lent, taken_back, in_use = (rows.lent, rows.taken_back, rows.in_use) if rows else (_same, _same, nullcontext)
-        with in_use():
-            with_groups = lent(state)
-            self.cache_bytes, self.host_cache_bytes, self.decode_s = with_groups.cache.num_bytes, state.cache.num_host_bytes, 0.0
-            self.engine.compile_rounds(with_groups, self.sampler, self.limits)
-            del with_groups
+        self.cache_bytes = rows.num_cache_bytes(state) if rows else state.cache.num_bytes
+        self.host_cache_bytes, self.decode_s = state.cache.num_host_bytes, 0.0
         while True:
             yield self._update(state)
             ended = [row.finish_reason is not None for row in self.rows]
@@ -336,11 +333,14 @@ class Run:
                 state = stopped(state, jnp.asarray(ended))
                 if self.continued:
                     self.continued.keep(state)
-            began = time.perf_counter()
-            with jax.profiler.TraceAnnotation("rounds"), in_use():
-                state = taken_back(self.engine.rounds(lent(state), self.sampler, self.limits, self.rounds_per_update))
-                jax.block_until_ready(state)
-            self.decode_s += time.perf_counter() - began
+            with in_use():
+                state = lent(state)
+                self.engine.compile_rounds(state, self.sampler, self.limits)
+                began = time.perf_counter()
+                with jax.profiler.TraceAnnotation("rounds"):
+                    state = taken_back(self.engine.rounds(state, self.sampler, self.limits, self.rounds_per_update))
+                    jax.block_until_ready(state)
+                self.decode_s += time.perf_counter() - began
 
     def _prefilled(self) -> tuple[DecodeState, float]:
         if self.prepared.states or self.prepared.samples > 1:

@@ -156,8 +156,11 @@ def prepare(
         config = config or GenerationConfig()
         if isinstance(found, list) and any(isinstance(each, State) for each in found):
             states = _checked_states(model, found)
-            config, found = _config_for(states[0].reader, config), [state.tokens for state in states]
-        found = _requests_of(model, found, config, key, tokenizer)
+            config = _config_for(states[0].reader, config)
+            rows = _checked_lengths(model, states, config, tokenizer)
+        else:
+            rows = checked_prompts(model, with_chats(found, tokenizer), config, tokenizer)
+        found = _requests_of(rows, config, key)
         if (samples := config.num_return_sequences) > 1:
             found = [dataclasses.replace(request, key=own) for request in found for own in sample_keys(request.key, samples)]
             states = states and tuple(state for state in states for _ in range(samples))
@@ -250,9 +253,16 @@ def _are_token_ids(requests: Any) -> bool:
         return False
 
 
-def _requests_of(model: Llama, prompts: Any, config: GenerationConfig, key: Key[Array, ""] | None, tokenizer: Any) -> list[Request]:
-    """Prompts as requests with the same settings."""
-    rows = checked_prompts(model, with_chats(prompts, tokenizer), config, tokenizer)
+def _checked_lengths(model: Llama, states: Sequence[State], config: GenerationConfig, tokenizer: Any) -> list[Sequence[int]]:
+    """The tokens of states, which were checked when they were read, and now with the new ones for the model's positions."""
+    check_settings(model, config, tokenizer)
+    for i, state in enumerate(states):
+        check_length(model, f"prompt {i}", len(state), config.max_new_tokens)
+    return [state.tokens for state in states]
+
+
+def _requests_of(rows: Sequence[Sequence[int]], config: GenerationConfig, key: Key[Array, ""] | None) -> list[Request]:
+    """Token ids as requests with the same settings."""
     if key is None and config.temperature:
         draws = f"temperature {config.temperature:g} draws tokens at random"
         raise InputError(f"{draws}, so key should be given, such as jax.random.key(0)")

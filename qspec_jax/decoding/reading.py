@@ -193,7 +193,7 @@ def with_room(state: State, room: Room) -> State:
 
 @dataclasses.dataclass
 class Rows:
-    """States as the rows of a batch, in arrays of their own that programs may consume.
+    """States as the rows of a batch.
 
     Attributes:
         reader, room: of all states.
@@ -202,6 +202,7 @@ class Rows:
         logits: after the last cached token; of a row whose last token is pending they mean nothing.
         queries, num_queries: see `State`.
         pages: those of each row, with room for more tokens; None without a pool.
+        borrowed: whether the arrays are still those of the one state that is the row, which no program may consume.
     """
 
     reader: Reader
@@ -212,6 +213,14 @@ class Rows:
     queries: tuple[Float[Array, "B Q N H"], ...]
     num_queries: list[int]
     pages: list[HeldPages] | None
+    borrowed: bool
+
+    def own(self) -> None:
+        """Makes the arrays those of the rows alone, which a program may consume."""
+        if self.borrowed:
+            arrays = (self.cache, self.draft, self.logits, self.queries)
+            self.cache, self.draft, self.logits, self.queries = concatenated([arrays])
+            self.borrowed = False
 
     def in_use(self) -> AbstractContextManager:
         """To be entered from `lent` to `taken_back`: other threads wait for the pool."""
@@ -248,6 +257,7 @@ class Rows:
             begins = None if scores else begins.in_prefill()
         new = [end - state.cached for end, state in zip(cached, states, strict=True)]
         width = min(rounded_up(max(new)), self.room.appended + 1, together(self.reader.cache)) if reader.cache.takes_drafts else 1
+        self.own()
         with self.in_use():
             before = Extended(self.lent(self.cache), self.draft, self.logits, self.queries)
             args = reader.target, begins, before, _int32(self.num_queries), jnp.asarray(text), _int32(cached)
@@ -260,7 +270,7 @@ class Rows:
 
     def state(self, b: int, before: State, tokens: Int[np.ndarray, "n"], cached: int) -> State:
         """The state of a row that has read `cached` of these tokens. before: the state that the row was made of."""
-        cache, draft, logits, queries = row_of((self.cache, self.draft, self.logits, self.queries), b)
+        cache, draft, logits, queries = row_of((self.cache, self.draft, self.logits, self.queries), b, len(self.num_queries))
         pages = None
         if self.pages is not None:
             pages = self.reader.pool.shorter(self.pages[b], self.reader.schedule.max_flushes(cached))
@@ -286,16 +296,16 @@ def joined(states: Sequence[State], lengths: Sequence[int]) -> Rows:
     dtype = jnp.promote_types(reader.model.dtype, jnp.float32)
     none = jnp.zeros((1, reader.model.config.vocab_size), dtype)
     parts = [(state.cache, state.draft, none if state.logits is None else state.logits, state.queries) for state in states]
-    cache, draft, logits, queries = concatenated(parts)
-    pages = None
+    borrowed, pages = len(parts) == 1, None
+    cache, draft, logits, queries = parts[0] if borrowed else concatenated(parts)
     if (pool := reader.pool) is not None:
         schedule = reader.schedule
         pages = [pool.longer(state.pages, schedule.max_flushes(length)) for state, length in zip(states, lengths, strict=True)]
         cache = dataclasses.replace(cache, pages=pool.table(pages, schedule.max_flushes(room.capacity)))
-        shared = num_shared(pages)
+        shared = num_shared(pages) if len(pages) > 1 else 0
         if shared * schedule.flush_size * (len(pages) - 1) >= MIN_SHARED_READS:
             cache = dataclasses.replace(cache, shared_groups=jnp.full(len(pages), shared, jnp.int32))
-    return Rows(reader, room, cache, draft, logits, queries, [state.num_queries for state in states], pages)
+    return Rows(reader, room, cache, draft, logits, queries, [state.num_queries for state in states], pages, borrowed)
 
 
 class Continued:
@@ -329,21 +339,31 @@ class Continued:
         cached = [len(text) - waits for text, waits in zip(self._texts, pending, strict=True)]
         if any(end > state.cached for end, state in zip(cached, states, strict=True)):
             rows.read(states, self._texts, cached)
-        text = np.zeros((len(states), rows.room.capacity), np.int32)
-        for row, tokens in zip(text, self._texts, strict=True):
-            row[: len(tokens)] = tokens
+        seen = None
+        if limits.asks_what_was_seen:
+            seen = np.zeros((len(states), rows.room.capacity), np.int32)
+            for row, tokens in zip(seen, self._texts, strict=True):
+                row[: len(tokens)] = tokens
         waiting = _int32([tokens[-1] if waits else -1 for tokens, waits in zip(self._texts, pending, strict=True)])
         histories = [Adaptive.begin(1) if state.adaptive is None else state.adaptive for state in states]
         adaptive = None if limits.draft_cost is None else concatenated(histories)
-        started = engine.resume(rows.logits, jnp.asarray(text), _int32(cached), sampler, keys, limits, waiting, adaptive)
+        started = engine.resume(rows.logits, seen if seen is None else jnp.asarray(seen), _int32(cached), sampler, keys, limits, waiting, adaptive)
         return dataclasses.replace(started, cache=rows.cache, draft=rows.draft)
 
     def in_use(self) -> AbstractContextManager:
         """See `Rows.in_use`."""
         return self._rows.in_use()
 
+    def num_cache_bytes(self, state: DecodeState) -> int:
+        """Bytes of the state's cache with the groups of the pool."""
+        with self.in_use():
+            return self._rows.lent(state.cache).num_bytes
+
     def lent(self, state: DecodeState) -> DecodeState:
         """The state with the groups of the pool, for a program that may consume it."""
+        if self._rows.borrowed:  # before the first round
+            self._rows.own()
+            state = dataclasses.replace(state, cache=self._rows.cache, draft=self._rows.draft)
         return dataclasses.replace(state, cache=self._rows.lent(state.cache))
 
     def taken_back(self, state: DecodeState) -> DecodeState:
@@ -361,9 +381,9 @@ class Continued:
         that was kept before the round, and reads those that count.
         """
         if int(state.emitted[b]) == len(new):
-            self.states[b] = self._state(row_of(state, b), b, new)
+            self.states[b] = self._state(row_of(state, b, len(self.states)), b, new)
             return
-        row = row_of(self._kept, b)
+        row = row_of(self._kept, b, len(self.states))
         before = self._before[b]
         if count := int(row.emitted[0]):
             before = self._state(row, b, new[:count])

@@ -73,9 +73,7 @@ def checked_prompt(model: Llama, prompt: Any, config: GenerationConfig, tokenize
     try:
         if isinstance(prompt, bytes):
             raise TypeError
-        # A state's tokens, of which there may be many, come as an array.
-        is_array = isinstance(prompt, np.ndarray) and prompt.ndim == 1 and np.issubdtype(prompt.dtype, np.integer)
-        row = prompt.tolist() if is_array else [operator.index(token) for token in prompt]
+        row = [operator.index(token) for token in prompt]
     except TypeError:
         raise InputError(f"{name} should be a text or a list of token ids") from None
     if not row:

@@ -48,9 +48,9 @@ def concatenated(trees: Sequence[Any]) -> Any:
     return divided_over(mesh_of(trees), _concatenated)(*trees)
 
 
-def row_of(tree: Any, b: int) -> Any:
-    """Row b of a tree, in arrays of its own."""
-    return divided_over(mesh_of(tree), _row)(tree, jnp.int32(b))
+def row_of(tree: Any, b: int, rows: int) -> Any:
+    """Row b of a tree of so many rows. Of more than one, in arrays of its own."""
+    return tree if rows == 1 else divided_over(mesh_of(tree), _row)(tree, jnp.int32(b))
 
 
 def _in_prefill(reader: Reader) -> Draft | None:

@@ -43,7 +43,7 @@ class RowText:
         self.text, self.stopped, self._returned, self._searched = "", False, 0, 0
         before = itertools.islice((token for token in reversed(prompt) if token not in self._special), _CONTEXT)
         for token in reversed(list(before)):
-            self._read([token])
+            self._read([int(token)])  # those of a state are of an array
         # Of the prompt's unfinished character what stays unfinished is the prompt's.
         self.text, self._of_prompt = "", len(self._new(self._context, self._others)) - self._shown
 

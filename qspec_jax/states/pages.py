@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 
 class PagePool:
@@ -73,6 +73,9 @@ class HeldPages(Sequence[int]):
 
     def __getitem__(self, index):
         return self._pages[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._pages)
 
     def __len__(self) -> int:
         return len(self._pages)

@@ -65,18 +65,20 @@ class Pool:
 
     def longer(self, held: HeldPages, groups: int) -> HeldPages:
         """The pages of a row that goes on to this number of groups: those that it has, which it now shares, and new ones."""
-        new = self.reserve(max(0, groups - len(held)))
+        if groups <= len(held):
+            return held
+        new = self.reserve(groups - len(held))
         return HeldPages.shared(self.pages, [*held, *new])
 
     def shorter(self, held: HeldPages, groups: int) -> HeldPages:
         """The first pages of a row."""
-        return HeldPages.shared(self.pages, held[:groups])
+        return held if groups == len(held) else HeldPages.shared(self.pages, held[:groups])
 
     def table(self, rows: Sequence[Sequence[int]], width: int) -> Int[Array, "B C"]:
         """The table of rows with these pages, on the device: [rows, width], filled up with the dummy page 0."""
         table = np.zeros((len(rows), width), np.int32)
         for row, pages in zip(table, rows):
-            row[: len(pages)] = pages
+            row[: len(pages)] = tuple(pages)
         return jnp.asarray(table)
 
     def put(self, cache: HierarchicalCache, pages: HeldPages) -> HierarchicalCache:
