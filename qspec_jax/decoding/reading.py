@@ -1,7 +1,7 @@
 """States of rows: made by prefill, extended by more tokens, and put together into a batch that generates."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -56,15 +56,19 @@ def prefill(model: Llama, prompt: Any, *, config: GenerationConfig | None = None
     """
     prepared = prepare(model, [prompt], config=_greedy(config or GenerationConfig()), tokenizer=tokenizer)
     reader, tokens = _reader(prepared), prepared.prompts[0]
-    return _read(reader, tokens, room_for(reader, len(tokens), ROOM if room is None else room))
+    room = room_for(reader, len(tokens), ROOM if room is None else room)
+    return _read(reader, tokens, room, room.capacity)
 
 
 def states_of(prepared: Prepared) -> list[State]:
     """The states of prompts with room for their new tokens, one for each sample; each prompt is read once."""
     reader, samples = _reader(prepared), prepared.samples
     room = room_for(reader, prepared.longest_prompt, max(config.max_new_tokens for config in prepared.configs))
-    prompts = prepared.prompts[::samples]
-    return [state for tokens in prompts for state in _read(reader, tokens, room).fork(samples)]
+    prompts, states = prepared.prompts[::samples], []
+    for first, tokens in zip(range(0, len(prepared.requests), samples), prompts, strict=True):
+        more = [config.max_new_tokens for config in prepared.configs[first : first + samples]]
+        states += _read(reader, tokens, room, *(len(tokens) + new for new in more)).fork(samples)
+    return states
 
 
 def state_of_prefix(prepared: Prepared) -> State:
@@ -72,7 +76,7 @@ def state_of_prefix(prepared: Prepared) -> State:
     reader = _reader(prepared)
     new = max(len(request.tokens) + request.config.max_new_tokens for request in prepared.requests) - prepared.longest_prompt
     first = prepared.requests[0]
-    return _read(reader, first.tokens[: first.prefix], room_for(reader, prepared.longest_prompt, new))
+    return _read(reader, first.tokens[: first.prefix], room_for(reader, prepared.longest_prompt, new), first.prefix)
 
 
 def reader_of(model: Llama, config: GenerationConfig, tokens: int) -> Reader:
@@ -85,12 +89,15 @@ def _greedy(config: GenerationConfig) -> GenerationConfig:
     return dataclasses.replace(config, max_new_tokens=1, min_new_tokens=0, temperature=0.0, num_return_sequences=1)
 
 
-def _read(reader: Reader, tokens: Sequence[int], room: Room) -> State:
+def _read(reader: Reader, tokens: Sequence[int], room: Room, *lengths: int) -> State:
+    """The state of these tokens. lengths: those of the rows that are to go on from it, for which the pool grows at once."""
     sizes = dict(gamma=room.gamma, prompt_tokens=room.text, max_new_tokens=room.capacity - room.text, appended=room.appended)
     found = Engine(reader.model, reader.draft, cache=reader.cache, **sizes).read(tokens)
     pages, own = None, found.cache
     if reader.pool is not None:
-        pages = reader.pool.reserve(reader.schedule.max_flushes(len(tokens)))
+        count = reader.schedule.max_flushes(len(tokens))
+        reader.pool.make_room(count + sum(reader.schedule.max_flushes(length) - count for length in lengths))
+        pages = reader.pool.reserve(count)
         own = reader.pool.put(found.cache, pages)
     return State(
         np.array(tokens, np.int32),
@@ -300,6 +307,7 @@ def joined(states: Sequence[State], lengths: Sequence[int]) -> Rows:
     cache, draft, logits, queries = parts[0] if borrowed else concatenated(parts)
     if (pool := reader.pool) is not None:
         schedule = reader.schedule
+        pool.make_room(sum(max(0, schedule.max_flushes(length) - len(state.pages)) for state, length in zip(states, lengths, strict=True)))
         pages = [pool.longer(state.pages, schedule.max_flushes(length)) for state, length in zip(states, lengths, strict=True)]
         cache = dataclasses.replace(cache, pages=pool.table(pages, schedule.max_flushes(room.capacity)))
         shared = num_shared(pages) if len(pages) > 1 else 0
@@ -345,8 +353,9 @@ class Continued:
             for row, tokens in zip(seen, self._texts, strict=True):
                 row[: len(tokens)] = tokens
         waiting = _int32([tokens[-1] if waits else -1 for tokens, waits in zip(self._texts, pending, strict=True)])
-        histories = [Adaptive.begin(1) if state.adaptive is None else state.adaptive for state in states]
-        adaptive = None if limits.draft_cost is None else concatenated(histories)
+        adaptive = None
+        if limits.draft_cost is not None:
+            adaptive = concatenated([Adaptive.begin(1) if state.adaptive is None else state.adaptive for state in states])
         started = engine.resume(rows.logits, seen if seen is None else jnp.asarray(seen), _int32(cached), sampler, keys, limits, waiting, adaptive)
         return dataclasses.replace(started, cache=rows.cache, draft=rows.draft)
 

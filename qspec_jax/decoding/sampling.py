@@ -21,14 +21,17 @@ SAMPLES = 0x7FFFFFFE  # folded into the key of a prompt's samples after the firs
 
 def prompt_keys(key: Key[Array, ""], prompts: int) -> Key[Array, "B"]:
     """A threefry key for each prompt index. Raises InputError as `as_threefry`."""
-    key = as_threefry(key)
-    return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(prompts))
+    return _folded(as_threefry(key), jnp.arange(prompts))
 
 
 def sample_keys(key: Key[Array, ""], samples: int) -> list[Key[Array, ""]]:
     """The keys of samples of a prompt, of which the first has the prompt's own."""
-    of_samples = jax.random.fold_in(key, SAMPLES)
-    return [key, *(jax.random.fold_in(of_samples, i) for i in range(1, samples))]
+    return [key, *_folded(jax.random.fold_in(key, SAMPLES), jnp.arange(1, samples))]
+
+
+@jax.jit
+def _folded(key: Key[Array, ""], numbers: Int[Array, "n"]) -> Key[Array, "n"]:
+    return jax.vmap(lambda i: jax.random.fold_in(key, i))(numbers)
 
 
 def draw_keys(keys: Key[Array, "B"], positions: Int[Array, "*B"], purpose: int) -> Key[Array, "*B"]:

@@ -58,10 +58,14 @@ class Pool:
     def reserve(self, count: int) -> HeldPages:
         """Pages that nothing else holds. The pool grows if it has too few."""
         with self.lock:
-            if (pages := self.pages.reserve(count)) is None:
+            self.make_room(count)
+            return HeldPages(self.pages, self.pages.reserve(count))
+
+    def make_room(self, count: int) -> None:
+        """Grows if fewer than `count` pages are free. Growing once for several rows copies the pages, and compiles programs, once."""
+        with self.lock:
+            if count > self.pages.free:
                 self._grow(self.pages.size + max(count - self.pages.free, self.pages.size // 4, _MIN_GROWTH))
-                pages = self.pages.reserve(count)
-        return HeldPages(self.pages, pages)
 
     def longer(self, held: HeldPages, groups: int) -> HeldPages:
         """The pages of a row that goes on to this number of groups: those that it has, which it now shares, and new ones."""
@@ -84,10 +88,9 @@ class Pool:
     def put(self, cache: HierarchicalCache, pages: HeldPages) -> HierarchicalCache:
         """Copies the groups of a row that shares no pool into its pages. Returns the row's cache without groups."""
         table = self.table([pages], cache.groups)
-        rest = without_groups(cache)
         with self.lock:
-            self.groups = divided_over(mesh_of(self.groups), _written, donate=0)(self.groups, cache, table)
-        return rest
+            self._each_layer(_written, [(dataclasses.replace(cache, layers=(layer,)), table) for layer in cache.layers], donate=0)
+        return without_groups(cache)
 
     def groups_of(self, pages: HeldPages) -> Groups:
         """Copies of the groups in these pages, without those of other rows."""
@@ -132,22 +135,34 @@ class Pool:
             return jax.tree.map(lambda x: jnp.pad(x, ((0, max(0, size - x.shape[0])), *((0, 0),) * (x.ndim - 1))), groups)
 
         self._check_held()
-        # A layer at a time, so that one layer's pages alone need memory twice. If it runs out, some layers stay larger than others.
-        grown = list(self.groups)
-        self.groups, program = (), divided_over(mesh_of(grown), grow)
-        try:
-            for i, groups in enumerate(grown):
-                grown[i] = program(groups)
-        finally:
-            self.groups = tuple(grown)
+        self._each_layer(grow)  # so that one layer's pages alone need memory twice
         self.pages.grow(size)
+
+    def _each_layer(self, function: Callable, more: Sequence[tuple] | None = None, *, donate: int | None = None) -> None:
+        """Replaces each layer's groups, one after the other: the program is as small as one layer's.
+
+        Where memory runs out, some layers have been replaced and others have not.
+
+        Args:
+            function: of a layer's groups, and of what `more` has for the layer.
+            more: for each layer; None: nothing.
+            donate: see `divided_over`.
+        """
+        made = list(self.groups)
+        self.groups, program = (), divided_over(mesh_of(made), function, donate=donate)
+        try:
+            for i, groups in enumerate(made):
+                made[i] = program(groups, *(more[i] if more else ()))
+        finally:
+            self.groups = tuple(made)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _written(groups: Groups, row: HierarchicalCache, table: Int[Array, "1 C"]) -> Groups:
-    layers = tuple(HierarchicalLayer(*each, layer.buffer) for each, layer in zip(groups, row.layers, strict=True))
-    pooled = dataclasses.replace(row, layers=layers, pages=table).with_rows(row, jnp.zeros(1, jnp.int32), table)
-    return groups_of_layers(pooled)
+def _written(groups: tuple[Planes, Planes], row: HierarchicalCache, table: Int[Array, "1 C"]) -> tuple[Planes, Planes]:
+    """A layer's groups with those of a row, a cache of this one layer, in the pages of the table."""
+    (layer,) = row.layers
+    pooled = dataclasses.replace(row, layers=(HierarchicalLayer(*groups, layer.buffer),), pages=table)
+    return groups_of_layers(pooled.with_rows(row, jnp.zeros(1, jnp.int32), table))[0]
 
 
 @functools.partial(jax.jit, donate_argnums=0)
