@@ -208,7 +208,11 @@ class Cache(AppendedCache):
                 continue
             # The first number is known when all of the array is. Testing all numbers would cost seconds of compiling if they are constants.
             kept = jnp.where(computed.reshape(computed.shape[0], -1)[:, 0] < 0, 0, kept)
-        return self.rollback(longer(lengths, kept)).flush()
+        return self.keep(lengths, kept).flush()
+
+    def keep(self, lengths: Lengths, kept: Int[Array, "B"]) -> Self:
+        """`commit` without the flush, for a pass after which no row is due, or which is followed by `flush` in a program of its own."""
+        return self.rollback(longer(lengths, kept))
 
     def flush(self) -> tuple[Self, Int[Array, "B"]]:
         """Quantizes the oldest G buffered tokens of every row that buffers 2G tokens, with G the schedule's `flush_size`. Also returns 1

@@ -8,7 +8,6 @@ quantizing caches flush. Between two evictions all tokens read the same ones, so
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import ClassVar, Self
 
 import jax
@@ -129,7 +128,7 @@ class H2OCache(EvictingCache):
         put = jax.vmap(lambda read, new, at: read.at[:, at].set(new))
         return attended, H2OLayer(tokens, old.mass, put(old.read, shares, self._places(self.lengths, T))), None
 
-    def commit(self, lengths: Lengths, kept: Int[Array, "B"], *, wait_for: Sequence[Array]) -> tuple[Self, Int[Array, "B"]]:
+    def keep(self, lengths: Lengths, kept: Int[Array, "B"]) -> Self:
         queries = self.layers[0].read.shape[2]
         places, stays = self._places(lengths, queries)[:, None, :, None], (jnp.arange(queries) < kept[:, None])[:, None, :, None]
 
@@ -138,7 +137,7 @@ class H2OCache(EvictingCache):
             return dataclasses.replace(layer, mass=layer.mass + jnp.where(stays, read, 0).sum(2))
 
         layers = tuple(map(accumulated, self.layers))
-        return super(H2OCache, dataclasses.replace(self, layers=layers)).commit(lengths, kept, wait_for=wait_for)
+        return super(H2OCache, dataclasses.replace(self, layers=layers)).keep(lengths, kept)
 
     def flushed_layers(self, due: Bool[Array, "B"]) -> tuple[H2OLayer, ...]:
         heavy = self._heavy(self.lengths.quantized)

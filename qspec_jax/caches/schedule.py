@@ -9,6 +9,7 @@ See QuantSpec (arXiv 2502.10424), section 4.3 and algorithm 1.
 """
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -40,6 +41,10 @@ class Schedule:
         if self.flush_size is None:
             return jnp.full_like(lengths.buffered, jnp.iinfo(jnp.int32).max)
         return 2 * self.flush_size - 1 - lengths.buffered
+
+    def room(self, n: int) -> int | float:
+        """How many tokens a row of n tokens may append before it is to be flushed."""
+        return math.inf if self.flush_size is None else 2 * self.flush_size - (n - self.quantized_length(n))
 
     def due(self, lengths: Lengths) -> Bool[Array, "B"]:
         """Which rows buffer 2G tokens, so that the oldest G of these are to be quantized."""

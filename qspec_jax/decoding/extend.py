@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from qspec_jax.caches.cache import AppendedCache, Cache
 from qspec_jax.caches.queried import QueriedCache
+from qspec_jax.caches.schedule import Schedule
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.drafts.draft import Draft, Prompt
 from qspec_jax.models.viewed import ViewedModel
@@ -54,76 +55,86 @@ class Extended:
     queries: tuple[Float[Array, "B Q N H"], ...]
 
 
-def _extended(
+def _passed(
     target: ViewedModel,
-    draft: Draft | None,
+    guesses: Draft | None,
     rows: Extended,
-    num_queries: Int[Array, "B"],
     text: Int[Array, "B S"],
     end: Int[Array, "B"],
     *,
-    room: Room,
     width: int,
     scores: bool,
-) -> tuple[Extended, tuple[Float[Array, "B S"], Bool[Array, "B S"]] | None]:
-    """Rows that have read their first end[b] tokens.
+) -> tuple[Extended, tuple[Float[Array, "B W"], Bool[Array, "B W"]] | None]:
+    """Rows that have read on by one pass, as `tokens_of_pass` says; those that have read all of their tokens stay. Rows that are due then
+    are to be flushed.
 
     Args:
         target: the model that reads.
-        draft: it begins again at the end, unless it makes the guesses that the cache is read by; None without one.
-        rows: before that; logits of a row that reads nothing stay.
-        num_queries: how many of each row's `queries` are known.
+        guesses: what makes the guesses that the cache is read by; None for other caches.
+        rows: before that.
         text: the tokens of the rows, those that were read before among them, padded on the right.
-        end: the number of tokens.
-        room: the sizes of the rows.
-        width: tokens in a pass, besides a guess at the next one.
+        end: the number of tokens to read.
+        width: the tokens of a pass, besides a guess at the next one.
         scores: whether the tokens that are read are scored.
 
     Returns:
-        The rows; and of each token of `text` that was read, by the logits before it, the log-probability and whether it is the most likely
-        token. Other columns are 0. None if they are not scored.
+        The rows; and of the tokens of the pass, by the logits before each, the log-probability and whether it is the most likely token.
+        None if they are not scored.
     """
-    begun = rows.cache.lengths.total
-
-    guesses = draft is not None and draft.guesses
-
-    def block(carry: tuple) -> tuple:
-        cache, state, queries, logits, scored = carry
-        n = cache.lengths.total
-        count = jnp.clip(jnp.minimum(end - n - 1, cache.draft_room) + 1, 0, width)
-        positions = n[:, None] + jnp.arange(width)
-        tokens = jnp.take_along_axis(text, jnp.minimum(positions, text.shape[1] - 1), 1)
-        if guesses:
-            state, cache = draft.before_pass(state, cache, tokens[:, 0], n, count > 0)
-            with_guess = jnp.concatenate([tokens, state.guess[:, None]], 1)
-            found, after = target(with_guess, n[:, None] + jnp.arange(width + 1), cache)
-            state = draft.after_pass(state, found[:, width].argmax(-1), count > 0)
-            found = found[:, :width]
-        else:
-            found, after = target(tokens, positions, LastQueriesCache(cache, queries, count) if queries else cache)
-        if queries:
-            queries, after = after.queries, after.cache
-        if scores:
-            # Of the token that is read first by the logits before, of the others by those of this pass.
-            before = jnp.concatenate([logits[:, None], found[:, :-1]], 1)
-            of_tokens = jnp.take_along_axis(jax.nn.log_softmax(before), tokens[..., None], 2)[..., 0], before.argmax(-1) == tokens
-            at = jnp.where(jnp.arange(width) < count[:, None], positions, text.shape[1])
-            put = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))
-            scored = tuple(put(held, at, new) for held, new in zip(scored, of_tokens, strict=True))
-        of_last = jnp.take_along_axis(found, jnp.maximum(count - 1, 0)[:, None, None], 1)[:, 0]
-        logits = jnp.where((count > 0)[:, None], of_last, logits)
-        cache, _ = after.commit(cache.lengths, count, wait_for=[found.argmax(-1)])
-        return cache, state, queries, logits, scored
-
-    nothing = (jnp.zeros(text.shape, rows.logits.dtype), jnp.zeros(text.shape, bool)) if scores else None
-    carry = rows.cache, rows.draft if guesses else None, rows.queries, rows.logits, nothing
-    cache, guessed, queries, logits, scored = lax.while_loop(lambda carry: (carry[0].lengths.total < end).any(), block, carry)
-    state = guessed if guesses else rows.draft
-    if draft is not None and not guesses:
-        known = jnp.minimum(num_queries + end - begun, draft.prompt_queries)
-        shapes = dict(capacity=room.capacity, gamma=room.gamma)
-        state = draft.begin_again(state, Prompt(text, end, cache, queries, num_queries=known, **shapes), begun)
-    return Extended(cache, state, logits, queries), scored
+    cache, state, queries, logits = rows.cache, rows.draft, rows.queries, rows.logits
+    n = cache.lengths.total
+    count = jnp.clip(jnp.minimum(end - n - 1, cache.draft_room) + 1, 0, width)
+    positions = n[:, None] + jnp.arange(width)
+    tokens = jnp.take_along_axis(text, jnp.minimum(positions, text.shape[1] - 1), 1)
+    if guesses is not None:
+        state, cache = guesses.before_pass(state, cache, tokens[:, 0], n, count > 0)
+        with_guess = jnp.concatenate([tokens, state.guess[:, None]], 1)
+        found, after = target(with_guess, n[:, None] + jnp.arange(width + 1), cache)
+        state = guesses.after_pass(state, found[:, width].argmax(-1), count > 0)
+        found = found[:, :width]
+    else:
+        found, after = target(tokens, positions, LastQueriesCache(cache, queries, count) if queries else cache)
+    if queries:
+        queries, after = after.queries, after.cache
+    scored = None
+    if scores:
+        # Of the token that is read first by the logits before, of the others by those of this pass.
+        before = jnp.concatenate([logits[:, None], found[:, :-1]], 1)
+        of_tokens = jnp.take_along_axis(jax.nn.log_softmax(before), tokens[..., None], 2)[..., 0]
+        scored = of_tokens, before.argmax(-1) == tokens
+    of_last = jnp.take_along_axis(found, jnp.maximum(count - 1, 0)[:, None, None], 1)[:, 0]
+    logits = jnp.where((count > 0)[:, None], of_last, logits)
+    return Extended(after.keep(cache.lengths, count), state, logits, queries), scored
 
 
-EXTEND = Compiled(_extended, passes=True, static_argnames=("room", "width", "scores"), donate_argnames=("rows",))
+def _flushed(cache: Cache) -> Cache:
+    return cache.flush()[0]
+
+
+def _begun_again(
+    draft: Draft,
+    state: Any,
+    cache: Cache,
+    queries: tuple[Float[Array, "B Q N H"], ...],
+    num_queries: Int[Array, "B"],
+    text: Int[Array, "B S"],
+    end: Int[Array, "B"],
+    unchanged: Int[Array, "B"],
+    *,
+    room: Room,
+) -> Any:
+    """The state of a draft whose rows have read their first end[b] tokens, of which it has seen unchanged[b]. num_queries: see `State`."""
+    prompt = Prompt(text, end, cache, queries, num_queries=num_queries, capacity=room.capacity, gamma=room.gamma)
+    return draft.begin_again(state, prompt, unchanged)
+
+
+# Programs without a loop or a condition, for which the host would wait before it goes on: it knows how many passes there are, and after
+# which of them rows are due.
+PASS = Compiled(_passed, passes=True, static_argnames=("width", "scores"), donate_argnames=("rows",))
+FLUSH = Compiled(_flushed, passes=True, donate_argnames=("cache",))
+BEGIN_AGAIN = Compiled(_begun_again, passes=True, static_argnames=("room",), donate_argnames=("state",))
+
+
+def tokens_of_pass(schedule: Schedule, n: int, end: int, width: int) -> int:
+    """How many tokens a row of n tokens reads in its next pass on the way to `end` tokens: up to where it is to be flushed."""
+    return min(end - n, schedule.room(n), width)

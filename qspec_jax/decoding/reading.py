@@ -1,7 +1,7 @@
 """States of rows: made by prefill, extended by more tokens, and put together into a batch that generates."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,7 +16,7 @@ from qspec_jax.decoding.adaptive import Adaptive
 from qspec_jax.decoding.compiled import rounded_up
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine, max_drafts
-from qspec_jax.decoding.extend import EXTEND, Extended
+from qspec_jax.decoding.extend import BEGIN_AGAIN, FLUSH, PASS, Extended, tokens_of_pass
 from qspec_jax.decoding.host_residence import none_resident, refused
 from qspec_jax.decoding.limits import Limits
 from qspec_jax.decoding.prepare import OF_STATES, Prepared, config_of, prepare
@@ -243,8 +243,8 @@ class Rows:
 
     def read(
         self, states: Sequence[State], texts: Sequence[Sequence[int]], cached: Sequence[int], *, scores: bool = False
-    ) -> tuple[Float[Array, "B S"], Bool[Array, "B S"]] | None:
-        """Reads texts in all rows.
+    ) -> list[tuple[Float[np.ndarray, "n"], Bool[np.ndarray, "n"]]]:
+        """Reads texts in all rows. The device may still be at work on it.
 
         Args:
             states: those that the rows are made of.
@@ -253,27 +253,57 @@ class Rows:
             scores: whether to score the tokens that are read. A draft then does not begin again: its state stays as it is.
 
         Returns:
-            The scores, as `qspec_jax.decoding.extend` describes them; that of a pending token means nothing.
+            If they are scored, for each row the log-probabilities of the tokens that were read, and whether each is the most likely one;
+            those of a pending token mean nothing.
         """
         reader = self.reader
         text = np.zeros((len(states), self.room.text), np.int32)
         for row, tokens in zip(text, texts, strict=True):
             row[: len(tokens)] = tokens
-        begins = reader.begins
-        if begins is not None and not begins.guesses:
-            begins = None if scores else begins.in_prefill()
-        new = [end - state.cached for end, state in zip(cached, states, strict=True)]
+        begun = [state.cached for state in states]
+        new = [end - n for n, end in zip(begun, cached, strict=True)]
         width = min(rounded_up(max(new)), self.room.appended + 1, together(self.reader.cache)) if reader.cache.takes_drafts else 1
         self.own()
+        text, end = jnp.asarray(text), _int32(cached)
         with self.in_use():
-            before = Extended(self.lent(self.cache), self.draft, self.logits, self.queries)
-            args = reader.target, begins, before, _int32(self.num_queries), jnp.asarray(text), _int32(cached)
-            program, _ = EXTEND.compile(*args, room=self.room, width=width, scores=scores)
-            found, scored = program(*args)
-            self.cache, self.draft, self.logits, self.queries = self.taken_back(found.cache), found.draft, found.logits, found.queries
-        if self.queries:
-            self.num_queries = [min(known + more, self.queries[0].shape[1]) for known, more in zip(self.num_queries, new, strict=True)]
-        return scored
+            counts, scored = self._passes(text, end, begun, cached, width, scores=scores)
+            if self.queries:
+                self.num_queries = [min(known + more, self.queries[0].shape[1]) for known, more in zip(self.num_queries, new, strict=True)]
+            if (draft := reader.begins) is not None and not draft.guesses and not scores:
+                rows = self.draft, self.lent(self.cache), self.queries, _int32(self.num_queries)
+                args = draft.in_prefill(), *rows, text, end, _int32(begun)
+                program, _ = BEGIN_AGAIN.compile(*args, room=self.room)
+                self.draft = program(*args)
+        if not scores:
+            return []
+        logprobs, likely = zip(*jax.device_get(scored))
+        return [_of_row(b, of_row, logprobs, likely) for b, of_row in enumerate(zip(*counts, strict=True))]
+
+    def _passes(
+        self, text: Array, end: Array, begun: Sequence[int], cached: Sequence[int], width: int, *, scores: bool
+    ) -> tuple[list[list[int]], list[tuple[Array, Array] | None]]:
+        """Runs passes until each row has read its tokens. Returns how many each row has read in each pass, and the scores of each."""
+        reader, schedule, n = self.reader, self.reader.schedule, list(begun)
+        guesses = reader.begins if reader.cache.guesses else None
+        counts, scored, program = [], [], None
+        while n != list(cached):
+            counts.append([tokens_of_pass(schedule, *of_row, width) for of_row in zip(n, cached, strict=True)])
+            due = any(count == schedule.room(tokens) for tokens, count in zip(n, counts[-1]))
+            n = [tokens + count for tokens, count in zip(n, counts[-1])]
+            before = Extended(self.lent(self.cache), self.draft if guesses else (), self.logits, self.queries)
+            args = reader.target, guesses, before, text, end
+            if program is None:
+                program, _ = PASS.compile(*args, width=width, scores=scores)
+            found, of_pass = program(*args)
+            self.cache, self.logits, self.queries = self.taken_back(found.cache), found.logits, found.queries
+            if guesses:
+                self.draft = found.draft
+            if due:
+                lent = self.lent(self.cache)
+                flush, _ = FLUSH.compile(lent)
+                self.cache = self.taken_back(flush(lent))
+            scored.append(of_pass)
+        return counts, scored
 
     def state(self, b: int, before: State, tokens: Int[np.ndarray, "n"], cached: int) -> State:
         """The state of a row that has read `cached` of these tokens. before: the state that the row was made of."""
@@ -292,6 +322,11 @@ class Rows:
             cached=cached,
             pages=pages,
         )
+
+
+def _of_row(b: int, counts: Sequence[int], *scores: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+    """The scores of the tokens that row b has read, of which it has read counts[i] in pass i. scores: of all rows, in each pass."""
+    return tuple(np.concatenate([of_pass[b, :count] for of_pass, count in zip(each, counts, strict=True)]) for each in scores)
 
 
 def joined(states: Sequence[State], lengths: Sequence[int]) -> Rows:
@@ -352,11 +387,12 @@ class Continued:
             seen = np.zeros((len(states), rows.room.capacity), np.int32)
             for row, tokens in zip(seen, self._texts, strict=True):
                 row[: len(tokens)] = tokens
+            seen = jnp.asarray(seen)
         waiting = _int32([tokens[-1] if waits else -1 for tokens, waits in zip(self._texts, pending, strict=True)])
         adaptive = None
         if limits.draft_cost is not None:
             adaptive = concatenated([Adaptive.begin(1) if state.adaptive is None else state.adaptive for state in states])
-        started = engine.resume(rows.logits, seen if seen is None else jnp.asarray(seen), _int32(cached), sampler, keys, limits, waiting, adaptive)
+        started = engine.resume(rows.logits, seen, _int32(cached), sampler, keys, limits, waiting, adaptive)
         return dataclasses.replace(started, cache=rows.cache, draft=rows.draft)
 
     def in_use(self) -> AbstractContextManager:

@@ -7,7 +7,6 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 from jaxtyping import Array, Key
 
 from qspec_jax.checkpoints.tokenizers import padding_from, special_tokens

@@ -73,8 +73,8 @@ def score(state: State, continuations: Sequence[Any], *, tokenizer: Any = None, 
         # A batch of one size, so that there is one program; what fills it up reads the shortest.
         texts += texts[:1] * (min(batch_size, len(rows)) - len(texts))
         states, ends = [state] * len(texts), list(map(len, texts))
-        logprobs, likely = (np.asarray(x) for x in joined(states, ends).read(states, texts, ends, scores=True))
-        for b, i in enumerate(indices):
-            own = slice(len(state), len(texts[b]))
-            found[i] = Score(rows[i], logprobs[b, own].tolist(), bool(likely[b, own].all()))
+        scored = joined(states, ends).read(states, texts, ends, scores=True)
+        for i, (logprobs, likely) in zip(indices, scored):
+            own = slice(len(logprobs) - len(rows[i]), None)  # a pending token is read before them
+            found[i] = Score(rows[i], logprobs[own].tolist(), bool(likely[own].all()))
     return [found[i] for i in range(len(rows))]
