@@ -10,15 +10,16 @@ import numpy as np
 from tqdm import tqdm
 
 from convert.by_rows import draft_error
-from convert.small_files import small_file
 from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.prefill import prefill
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints import converted
 from qspec_jax.checkpoints.converted import DRAFT, TARGET
 from qspec_jax.checkpoints.hub import SMALL_FILES, local
-from qspec_jax.checkpoints.huggingface import Source, load_config
-from qspec_jax.checkpoints.loading import load_model
+from qspec_jax.checkpoints.huggingface import load_config
+from qspec_jax.checkpoints.loading import load_model, open_source
+from qspec_jax.checkpoints.small_files import small_file
+from qspec_jax.checkpoints.source import WeightSource
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.quantization.weights import is_linear, quantize_weight
@@ -66,7 +67,7 @@ def verify(source: str | Path, directory: str | Path, *, logits: bool | None = N
     source, directory = local(source, progress=progress), Path(directory)
     if converted.is_converted(source):
         raise InputError(f"{source}: is a conversion; give its source first, then the conversion")
-    opened = Source(source)
+    opened = open_source(source)
     manifest = converted.read_manifest(directory)
     opened.check_contents()
     config = load_config(directory, dtype=opened.config.dtype)
@@ -74,7 +75,7 @@ def verify(source: str | Path, directory: str | Path, *, logits: bool | None = N
     if config != opened.config:
         raise InputError(f"{directory}: its config.json or generation_config.json is not that of {source}")
     converted.check_shapes(directory, manifest, {path: place.shape for path, place in opened.places.items()})
-    wrong = [f"{name} is not the source's" for name in SMALL_FILES if small_file(source, name) != small_file(directory, name)]
+    wrong = [f"{name} is not the source's" for name in SMALL_FILES if opened.small_file(name) != small_file(directory, name)]
     shapes = {path: jax.ShapeDtypeStruct(place.shape, dtype) for path, place in opened.places.items()}
     weights, errors = converted.restored(directory, TARGET, shapes), []
     drafted = {path: jax.eval_shape(quantize_weight, shape) for path, shape in shapes.items() if is_linear(path)}
@@ -121,7 +122,7 @@ def _prefilled(model: Llama, tokens: jax.Array, cache: Cache) -> jax.Array:
     return prefill(model, tokens, jnp.full(1, TOKENS), cache)[0]
 
 
-def _fits(source: Source, dtype: jnp.dtype) -> bool:
+def _fits(source: WeightSource, dtype: jnp.dtype) -> bool:
     """Whether the weights take less than half of the default device's free memory."""
     numbers = sum(place.size for place in source.places.values())
     stats = jax.local_devices()[0].memory_stats() or {}

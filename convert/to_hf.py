@@ -1,6 +1,7 @@
 """Exports a converted checkpoint to Hugging Face safetensors, with a few weights in memory at a time."""
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -10,10 +11,10 @@ import numpy as np
 from tqdm import tqdm
 
 from convert.placing import check_apart, written
-from convert.small_files import copy_small_files
 from qspec_jax.checkpoints import converted
 from qspec_jax.checkpoints.converted import TARGET, Manifest
 from qspec_jax.checkpoints.loading import config_and_manifest
+from qspec_jax.checkpoints.small_files import small_file, write_small_files
 from qspec_jax.checkpoints.tensor_names import Place, places
 from qspec_jax.errors import InputError, writing
 from qspec_jax.files import read_json, write_json
@@ -75,7 +76,7 @@ def export(source: str | Path, directory: str | Path, *, progress: bool | None =
         if len(shards) > 1:
             weight_map = {name: file for file, names in zip(files, shards) for name in names}
             write_json(unfinished / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
-        copy_small_files(source, unfinished)
+        write_small_files(unfinished, functools.partial(small_file, source))
         raw = read_json(source / "config.json")
         raw |= dict.fromkeys(raw.keys() & {"dtype", "torch_dtype"} or {"dtype"}, dtype)
         write_json(unfinished / "config.json", raw)

@@ -25,12 +25,12 @@ from tqdm import tqdm
 
 from convert.by_rows import quantize_by_rows
 from convert.placing import check_apart, written
-from convert.small_files import copy_small_files
 from qspec_jax.checkpoints import converted
 from qspec_jax.checkpoints.converted import DRAFT, MANIFEST, TARGET, Manifest
 from qspec_jax.checkpoints.hub import SMALL_FILES, local
-from qspec_jax.checkpoints.huggingface import Source
-from qspec_jax.checkpoints.loading import stored_dtype
+from qspec_jax.checkpoints.loading import open_source, stored_dtype
+from qspec_jax.checkpoints.small_files import write_small_files
+from qspec_jax.checkpoints.source import WeightSource
 from qspec_jax.checkpoints.tokenizers import has_tokenizer, tokenizer_problem
 from qspec_jax.errors import InputError, with_type, writing
 from qspec_jax.files import read_json, write_json
@@ -99,7 +99,7 @@ def convert(
         if converted.is_converted(folder):
             raise InputError(f"{source}: is converted already; a Hugging Face directory is needed")
         _check_places(folder, directory, overwrite)
-    opened = Source(folder)
+    opened = open_source(folder)
     wanted = dtype or stored_dtype(opened.config)
     if wanted not in DTYPES:
         raise InputError(f"dtype {wanted} (--dtype) cannot be converted to; it should be one of {', '.join(DTYPES)}")
@@ -109,7 +109,7 @@ def convert(
     check = functools.partial(_check_places, folder, directory, overwrite)
     with written(directory, _bytes_needed(opened, jnp.dtype(wanted), draft_bits), check) as unfinished:
         sha256, kept = _write(opened, unfinished, jnp.dtype(wanted), draft_bits, progress)
-        copy_small_files(folder, unfinished)
+        write_small_files(unfinished, opened.small_file)
         shapes = {path: place.shape for path, place in opened.places.items()}
         versions = {name: _version(name) for name in ("qspec-jax", "jax", "orbax-checkpoint", "safetensors")}
         manifest = Manifest(origin, wanted, draft_bits, shapes, sha256, kept, converted.stored_files(unfinished), versions)
@@ -141,14 +141,14 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _bytes_needed(source: Source, dtype: jnp.dtype, draft_bits: int) -> int:
+def _bytes_needed(source: WeightSource, dtype: jnp.dtype, draft_bits: int) -> int:
     """About how many bytes the weights take in the destination."""
     sizes = {path: place.size for path, place in source.places.items()}
     drafted = sum(size for path, size in sizes.items() if is_linear(path)) if draft_bits == 4 else 0
     return sum(sizes.values()) * dtype.itemsize + drafted * 9 // 16
 
 
-def _write(source: Source, directory: Path, dtype: jnp.dtype, draft_bits: int, progress: bool | None) -> tuple[dict, dict]:
+def _write(source: WeightSource, directory: Path, dtype: jnp.dtype, draft_bits: int, progress: bool | None) -> tuple[dict, dict]:
     """Writes the weights of the target, and of the draft; returns the manifest's `sha256` and `written`."""
     from orbax.checkpoint import v1 as ocp
 

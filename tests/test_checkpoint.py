@@ -14,9 +14,10 @@ from read_checkpoints import INDEX, edit_json, loaded, refused
 from safetensors.numpy import load_file, save_file
 
 from convert import convert, verify
-from qspec_jax.checkpoints.huggingface import all_finite, load_config
+from qspec_jax.checkpoints.huggingface import load_config
 from qspec_jax.checkpoints.info import model_info
 from qspec_jax.checkpoints.loading import load, load_model
+from qspec_jax.checkpoints.source import all_finite
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.decoding.run_identity import of_checkpoint
 from qspec_jax.errors import InputError

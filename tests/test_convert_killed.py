@@ -18,7 +18,7 @@ from conversions import bits, files, refused
 from convert import convert, to_orbax
 from convert.placing import written
 from pallas_kernels.formats.weights import Int4Weight
-from qspec_jax.checkpoints import converted
+from qspec_jax.checkpoints import converted, huggingface
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.errors import InputError
 from qspec_jax.files import unfinished_prefix
@@ -46,7 +46,7 @@ def test_one_that_is_being_written_is_left_alone(source, tmp_path):
 
 @pytest.mark.parametrize("there", [False, True])
 def test_what_comes_meanwhile_is_not_replaced(there, source, tmp_path, monkeypatch):
-    out, read = tmp_path / "out", to_orbax.Source.read
+    out, read = tmp_path / "out", huggingface.Source.read
     if there:
         convert(source, out)
 
@@ -55,7 +55,7 @@ def test_what_comes_meanwhile_is_not_replaced(there, source, tmp_path, monkeypat
         (out / "thesis.txt").write_text("years")
         return read(*args)
 
-    monkeypatch.setattr(to_orbax.Source, "read", reading)
+    monkeypatch.setattr(huggingface.Source, "read", reading)
     refused("not an earlier conversion and nothing else", source, out, overwrite=True)
     assert files(out)["thesis.txt"] == b"years" and sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
     monkeypatch.undo()

@@ -14,6 +14,8 @@ from safetensors import SafetensorError, safe_open
 
 from qspec_jax.checkpoints.hub import local
 from qspec_jax.checkpoints.other_formats import MERGE, describe_folder, is_of_an_adapter
+from qspec_jax.checkpoints.small_files import small_file
+from qspec_jax.checkpoints.source import WeightSource
 from qspec_jax.checkpoints.tensor_names import BASE, TABLES, canonical, places, tensor_shapes
 from qspec_jax.checkpoints.weight_files import INDEX, WHOLE, WeightFiles, weight_files
 from qspec_jax.errors import InputError, listed, one_line, reading, warn_once
@@ -33,9 +35,6 @@ _CODES = ("I8", "U8", "I16", "U16", "I32", "U32")  # dtypes of packed weights, b
 _FLOATS = {"F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32, "F64": np.float64}
 _NAMES = {kind: np.dtype(dtype).name for kind, dtype in _FLOATS.items()}
 _COMPARED = 1 << 24  # numbers compared at a time
-# Bits that are all set only in infinities and NaNs; numpy's isfinite takes several times as long for bfloat16.
-_EXPONENTS = {np.float16: 0x7C00, ml_dtypes.bfloat16: 0x7F80, np.float32: 0x7F800000, np.float64: 0x7FF0000000000000}
-_EXAMINED = 1 << 17  # numbers examined at a time; they fit a core's cache
 
 
 def load_config(directory: str | Path, *, dtype: str | None = None) -> LlamaConfig:
@@ -118,7 +117,7 @@ class Tensor:
         return all(self.read(*part).tobytes() == other.read(*part).tobytes() for part in parts)
 
 
-class Source:
+class Source(WeightSource):
     """A Hugging Face directory with all tensors of its model in the right shapes, which are read one at a time.
 
     Raises:
@@ -165,16 +164,9 @@ class Source:
                 f"{self.directory}: config.json says tie_word_embeddings, but {self.head} differs from the embedding; one of them is wrong"
             )
 
-    def examine(self, path: str, weight: np.ndarray) -> None:
-        """Notes the tensor of a weight, which has the dtype that it is used in, if it has infinities or NaNs."""
-        if not all_finite(weight):
-            self.not_finite.add(self.places[path].name)
-
-    def warn_of_not_finite(self) -> None:
-        """Logs the names of examined tensors that have infinities or NaNs."""
-        if names := sorted(self.not_finite):
-            hold = "1 tensor holds" if len(names) == 1 else f"{len(names)} tensors hold"
-            log.warning("%s: %s numbers that are not finite: %s", self.directory, hold, listed(names))
+    def small_file(self, name: str) -> bytes | None:
+        """The contents of a file of the directory, see `WeightSource`."""
+        return small_file(self.directory, name)
 
     @property
     def head(self) -> str:
@@ -297,11 +289,3 @@ def _why_missing(path: Path, directory: Path, files: WeightFiles) -> str:
 
 def _is_of_codes(dtype: str) -> bool:
     return dtype in _CODES or dtype.startswith(("F8_", "F6_", "F4"))
-
-
-def all_finite(array: np.ndarray) -> bool:
-    """Whether an array of floats has neither infinities nor NaNs; it is examined a part at a time."""
-    exponent = np.array(_EXPONENTS[array.dtype.type], f"u{array.itemsize}")
-    bits = array.reshape(-1).view(exponent.dtype)
-    parts = (bits[i : i + _EXAMINED] for i in range(0, len(bits), _EXAMINED))
-    return all((part & exponent).max() != exponent for part in parts)

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from qspec_jax.checkpoints import converted
 from qspec_jax.checkpoints.hub import local
 from qspec_jax.checkpoints.huggingface import Source, load_config
+from qspec_jax.checkpoints.source import WeightSource
 from qspec_jax.checkpoints.tensor_names import weight_shapes
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.errors import InputError
@@ -39,13 +40,25 @@ def load_model(directory: str | Path, *, dtype: str | None = None, mesh: Mesh | 
     """
     directory = local(directory, progress=progress)
     is_converted = converted.is_converted(directory)
-    model = _load_converted(directory, dtype, mesh) if is_converted else _load_huggingface(directory, dtype, mesh, progress)
+    model = _load_converted(directory, dtype, mesh) if is_converted else _load_source(directory, dtype, mesh, progress)
     model.origin = Origin(directory.resolve())
     return model
 
 
-def _load_huggingface(directory: Path, dtype: str | None, mesh: Mesh | None, progress: bool | None) -> Llama:
-    source = Source(directory)
+def open_source(checkpoint: str | Path) -> WeightSource:
+    """Opens an unconverted checkpoint; its headers alone are read.
+
+    Args:
+        checkpoint: a Hugging Face directory, or its name on the Hub.
+
+    Raises:
+        InputError: for a directory without a checkpoint, and for missing, unexpected or misshapen tensors.
+    """
+    return Source(checkpoint)
+
+
+def _load_source(directory: Path, dtype: str | None, mesh: Mesh | None, progress: bool | None) -> Llama:
+    source = open_source(directory)
     source.check_contents()
     wanted = jnp.dtype(as_loaded(dtype or stored_dtype(source.config)))
     placement = Placement(source.config, mesh)
@@ -94,7 +107,7 @@ def config_and_dtype(directory: str | Path) -> tuple[LlamaConfig, str]:
     if converted.is_converted(directory):
         config, manifest = config_and_manifest(directory)
         return dataclasses.replace(config, dtype=manifest.dtype), manifest.dtype
-    config = Source(directory).config
+    config = open_source(directory).config
     return config, stored_dtype(config)
 
 

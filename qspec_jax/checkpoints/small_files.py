@@ -1,16 +1,17 @@
 """The config and the tokenizer's files, which are copied with the weights."""
 
 import codecs
+from collections.abc import Callable
 from pathlib import Path
 
 from qspec_jax.checkpoints.hub import SMALL_FILES
 from qspec_jax.errors import reading
 
 
-def copy_small_files(source: Path, directory: Path) -> None:
-    """Copies the config and the tokenizer's files. Raises InputError if one cannot be read."""
+def write_small_files(directory: Path, content_of: Callable[[str], bytes | None]) -> None:
+    """Writes the config and the tokenizer's files. `content_of` gives the contents of each name, or None if there is no such file."""
     for name in SMALL_FILES:
-        if (content := small_file(source, name)) is not None:
+        if (content := content_of(name)) is not None:
             (directory / name).write_bytes(content)
 
 
