@@ -162,9 +162,9 @@ def test_results_depend_on_the_line_alone(network, tokenizer, config, monkeypatc
     alone = [outputs(network, tokenizer, config, [line], 8)[0] for line in lines]
     read_prefixes, of_prefix = [], shared_prefixes.state_of_prefix
 
-    def counted(prepared):
+    def counted(prepared, on_compile):
         read_prefixes.append(tuple(prepared.requests[0].tokens[: prepared.requests[0].prefix]))
-        return of_prefix(prepared)
+        return of_prefix(prepared, on_compile)
 
     monkeypatch.setattr(shared_prefixes, "state_of_prefix", counted)
     for order, size in ((range(6), 2), ([5, 3, 1, 0, 4, 2], None), ([3, 4, 5], 8)):
@@ -196,7 +196,7 @@ def test_rows_that_fit_beside_a_prefix(network, config, monkeypatch):
         for length, new in ((4, 8), (40, 30), (8, 8))
     ]
     prepared = prepare(network, requests)
-    prefix = reading.state_of_prefix(prepared)
+    prefix = reading.state_of_prefix(prepared, lambda seconds: None)
     assert shared_prefixes.rows_that_fit(prepared, prefix) == 3  # the device does not say
     pool, per_layer = prefix.reader.pool, 2 * network.config.num_kv_heads * G * network.config.head_dim
     of_page = pool.num_bytes // pool.pages.size

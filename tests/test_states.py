@@ -14,8 +14,9 @@ import pytest
 from runs import interrupted_rounds, random_model, random_prompts
 
 from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE
-from qspec_jax.decoding import reading
+from qspec_jax.decoding import rows as rows_of_states
 from qspec_jax.decoding.batch import run_batch
+from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import generate, stream
@@ -227,9 +228,9 @@ def test_states_grow_where_other_numbers_of_tokens_are_read_together(model, monk
     settings = config(model, cache=cache)
     expected = extend(prefill(model, TEXT[:20], config=settings), TEXT[20:150])
     for first, then in ((4, 64), (64, 4)):
-        monkeypatch.setattr(reading, "TOGETHER", first)
+        monkeypatch.setattr(rows_of_states, "TOGETHER", first)
         state = prefill(model, TEXT[:20], config=settings, room=1)
-        monkeypatch.setattr(reading, "TOGETHER", then)
+        monkeypatch.setattr(rows_of_states, "TOGETHER", then)
         state = extend(state, TEXT[20:150])
         save_state(state, tmp_path / "state")
         state = load_state(tmp_path / "state", model, config=settings)
@@ -356,6 +357,19 @@ def test_memory_that_ends_while_a_pool_grows_costs_no_states(model, monkeypatch)
     gc.collect()
     assert (pool.pages.size, pool.pages.reserved, pool.lost) == (size, reserved, False)
     np.testing.assert_array_equal(extend(state, TEXT[40:60]).logits, expected)
+
+
+def test_compiling_is_no_prefill(model):
+    """Of a prompt with samples, and of a state that reads on."""
+    Compiled.forget()
+    first, again = (generate(model, [TEXT[:40]], config=config(model, num_return_sequences=2)).stats for _ in range(2))
+    assert first.prefill_s < first.compile_s and again.compile_s == 0
+    Compiled.forget()
+    shared = [Request(TEXT[:50], config(model), jax.random.key(0), prefix=40)]
+    for compiles in (True, False):
+        run = run_batch(model, shared)
+        assert len(list(run)) == 1
+        assert run.stats.prefill_s < run.stats.compile_s if compiles else run.stats.compile_s == 0
 
 
 def test_selected_samples_are_those_of_all(model):

@@ -14,9 +14,10 @@ from jaxtyping import Array, Key
 
 from qspec_jax.decoding import state
 from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.continued import Continued
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.prepare import Prepared, prepare
-from qspec_jax.decoding.reading import Continued, states_of
+from qspec_jax.decoding.reading import states_of
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.sampling import Sampler, make_sampler
 from qspec_jax.decoding.state import DecodeState, Logprobs, stopped
@@ -310,8 +311,14 @@ class Run:
         self.rows = [Row(request.config, tokenizer, request.tokens, follow=follow) for request in prepared.requests]
         self.engine = prepared.engine()
         self.prepared, self.continued = prepared, None
+        self._compiling: list[float | None] = []  # seconds of programs that are not this engine's; None: one begins
         self.keys = jnp.stack([request.key for request in prepared.requests])
         self.sampler, self.limits = sampler or make_sampler(*configs), make_limits(prepared.model, *configs, tokenizer=tokenizer)
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds of compiling until now."""
+        return self.engine.compile_s + sum(seconds or 0.0 for seconds in self._compiling)
 
     def updates(self) -> Iterator[list[tuple[list[int], str]]]:
         """New tokens of each row, and their text: after prefill, and after every `rounds_per_update` rounds until all rows have ended."""
@@ -345,9 +352,10 @@ class Run:
     def _prefilled(self) -> tuple[DecodeState, float]:
         if self.prepared.states or self.prepared.samples > 1:
             began = time.perf_counter()
-            self.continued = Continued(self.prepared.states or states_of(self.prepared), self.prompts, self.max_new_tokens)
-            state = self.continued.begin(self.engine, self.sampler, self.keys, self.limits)
-            return jax.block_until_ready(state), time.perf_counter() - began
+            states = self.prepared.states or states_of(self.prepared, self._compiling.append)
+            self.continued = Continued(states, self.prompts, self.max_new_tokens, self._compiling.append)
+            state = jax.block_until_ready(self.continued.begin(self.engine, self.sampler, self.keys, self.limits))
+            return state, time.perf_counter() - began - self.compile_s
         begin = self.engine.prepare_prefill(self.engine.prefill_of(self.prompts, self.sampler, self.keys, self.limits))
         jax.block_until_ready(self.engine.draft)
         began = time.perf_counter()
@@ -383,7 +391,7 @@ class Run:
         memory = jax.local_devices()[0].memory_stats() or {}
         return Stats(
             **vars(of(*(column.sum(0) for column in columns))),
-            compile_s=self.engine.compile_s,
+            compile_s=self.compile_s,
             prefill_s=self.prefill_s,
             decode_s=self.decode_s,
             # The first token of each row is prefill's. There may be no other.

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.reading import ROOM, check_reads, continuation_ids, joined, room_for, with_room
+from qspec_jax.decoding.reading import ROOM, check_reads, continuation_ids, room_for, with_room
 from qspec_jax.decoding.requests import checked_prompt
+from qspec_jax.decoding.rows import joined
 from qspec_jax.errors import InputError
 from qspec_jax.states.state import State
 
