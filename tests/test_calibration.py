@@ -38,7 +38,7 @@ def logits_of(model: Llama, text: list[int]) -> np.ndarray:
 
 @jax.jit
 def _forward(model: Llama, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-    x, angles = model.embed(tokens), model.cos_sin(positions, positions + 1)
+    x, angles = model.embed(tokens), model.angles(positions, positions + 1)
     for block in model.layers:
         x = block.after_attention(x, calibration.attend_prompt(*block.before_attention(x, *angles)))
     return model.logits(x)
@@ -70,23 +70,23 @@ def test_calibration_reduces_the_error_of_logits(model):
     assert 0 < fitted < 0.6 * plain < 0.1 * np.square(exact).sum()
 
 
-def block_inputs(model: Llama, rows: list[list[int]], width: int, filler: int = 0) -> tuple[jax.Array, ...]:
+def block_inputs(model: Llama, rows: list[list[int]], width: int, filler: int = 0) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
     tokens = np.array([row + [filler] * (width - len(row)) for row in rows])
     n = np.array([len(row) for row in rows])
     positions = np.broadcast_to(np.arange(width), tokens.shape)
-    angles = model.cos_sin(jnp.asarray(positions), jnp.asarray(np.broadcast_to(n[:, None], tokens.shape)))
-    return model.embed(jnp.asarray(tokens)), *angles, jnp.asarray(positions < n[:, None])
+    angles = model.angles(jnp.asarray(positions), jnp.asarray(np.broadcast_to(n[:, None], tokens.shape)))
+    return model.embed(jnp.asarray(tokens)), angles, jnp.asarray(positions < n[:, None])
 
 
 def test_moments_are_sums_over_the_tokens(model):
     """The tokens are each linear layer's own inputs, seen by running the block."""
     (text,) = texts(20)
     block = model.layers[0]
-    x, cos, sin, valid = block_inputs(model, [text], 64)
-    _, moments = calibration._block(block, x, cos, sin, valid)
+    x, angles, valid = block_inputs(model, [text], 64)
+    _, moments = calibration._block(block, x, angles, valid)
     assert moments.keys() == READERS.keys()
     h = block.input_norm(x)
-    attended = calibration.attend_prompt(*block.before_attention(x, cos, sin)).reshape(1, 64, -1)
+    attended = calibration.attend_prompt(*block.before_attention(x, *angles)).reshape(1, 64, -1)
     _, mlp = block.add_attention(x, attended)
     hidden = jax.nn.silu(block.gate_proj(mlp)) * block.up_proj(mlp)
     inputs = dict.fromkeys(["q_proj", "k_proj", "v_proj"], h) | {"o_proj": attended, "down_proj": hidden}
@@ -108,8 +108,8 @@ def test_padding_does_not_matter(model):
         ("long", [long], 128, 0),
         ("both", [short, long], 128, 0),
     ):
-        x, cos, sin, valid = block_inputs(model, rows, width, filler)
-        _, moments = calibration._block(model.layers[0], x, cos, sin, valid)
+        x, angles, valid = block_inputs(model, rows, width, filler)
+        _, moments = calibration._block(model.layers[0], x, angles, valid)
         found[name] = {source: np.asarray(m) for source, m in moments.items()}
     for source, alone in found["short"].items():
         for other, expected in (("filled otherwise", alone), ("wide", alone), ("both", found["long"][source] + alone)):
@@ -120,7 +120,7 @@ def test_padding_does_not_matter(model):
 def test_texts_are_cut_to_their_last_tokens(model, monkeypatch):
     """The caps on texts and tokens decide what is read, and nothing else does."""
     seen = []
-    monkeypatch.setattr(calibration, "_block", lambda block, x, cos, sin, valid: seen.append((x, valid)) or stop())
+    monkeypatch.setattr(calibration, "_block", lambda block, x, angles, valid: seen.append((x, valid)) or stop())
     monkeypatch.setattr(calibration, "MAX_TEXTS", 3)
     monkeypatch.setattr(calibration, "MAX_TOKENS", 60)
     monkeypatch.setattr(calibration, "MAX_TEXT_TOKENS", 25)

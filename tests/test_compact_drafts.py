@@ -141,7 +141,7 @@ def test_sinks_move_by_the_angles_of_a_type_that_scales_attention():
 def snapkv_tokens(model, prompt: list[int], budget: int, longest: int) -> list[list[int]]:
     """The positions that each KV head keeps in the first layer, in plain numpy. Padded to the longest prompt, so that JAX compiles once."""
     n, config = len(prompt), model.config
-    angles = model.cos_sin(jnp.arange(longest)[None], jnp.full((1, longest), n))
+    angles = model.angles(jnp.arange(longest)[None], jnp.full((1, longest), n))
     tokens = jnp.array([prompt + [0] * (longest - n)])
     q, k, _ = (np.asarray(x[0])[:n] for x in model.layers[0].before_attention(model.embed(tokens), *angles))
     kept = []

@@ -9,7 +9,8 @@ import pytest
 from checkpoints import MODEL_TYPES, OTHER_TYPES, ROPE_TYPES, hf_config, old_spelling, rope_settings, variants
 
 from qspec_jax.errors import InputError
-from qspec_jax.models.config import LlamaConfig, RopeConfig
+from qspec_jax.models.config import LlamaConfig
+from qspec_jax.models.rope_config import RopeConfig
 
 LLAMA, MISTRAL, QWEN2, QWEN3 = MODEL_TYPES
 NAN, INF = float("nan"), float("inf")
@@ -45,7 +46,7 @@ def test_every_field():
         qkv_bias=True,
         output_bias=True,
         mlp_bias=False,
-        qk_norm=True,
+        qk_norm="head",
         eos_token_ids=(7, 9),
         dtype="bfloat16",
     )
@@ -71,7 +72,7 @@ def test_absent_keys_are_what_transformers_assumes(architecture, kv_heads, head_
     assert config.eos_token_ids == eos
     assert config.rope == RopeConfig("default", 10000.0) and config.rms_norm_eps == 1e-6
     assert not config.tie_word_embeddings and not config.output_bias and not config.mlp_bias
-    assert config.qkv_bias == (architecture == QWEN2) and config.qk_norm == (architecture == QWEN3)
+    assert config.qkv_bias == (architecture == QWEN2) and config.qk_norm == ("head" if architecture == QWEN3 else None)
     assert config.dtype == "float32"
 
 

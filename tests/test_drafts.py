@@ -428,7 +428,7 @@ def test_a_draft_gets_the_last_real_queries(model):
     queries = state.draft
     for row, prompt in enumerate(prompts):
         tokens, _ = padded([prompt])
-        angles = model.cos_sin(jnp.arange(tokens.shape[1])[None], jnp.full(tokens.shape, len(prompt)))
+        angles = model.angles(jnp.arange(tokens.shape[1])[None], jnp.full(tokens.shape, len(prompt)))
         q, _, _ = model.layers[0].before_attention(model.embed(tokens), *angles)
         expected = np.asarray(q[0, max(0, len(prompt) - 5) : len(prompt)])
         found = np.asarray(queries[0][row])

@@ -145,7 +145,7 @@ def test_a_layer_gets_the_carry_of_the_layer_before(monkeypatch):
         given.append(weights[-1])
         return *between_attentions(x, attended, *weights, **settings, implementation="reference")[:2], jnp.full(1, len(given))
 
-    monkeypatch.setattr("qspec_jax.models.llama.between_attentions", fake)
+    monkeypatch.setattr("qspec_jax.models.block.between_attentions", fake)
     model = random_model(jnp.float32, num_hidden_layers=3)
     for any_weights in (model, quantize_linears(model)):
         given.clear()
@@ -161,9 +161,10 @@ def test_layers_without_rope_in_prefill_and_calibration(monkeypatch):
     np.testing.assert_allclose(logits, one_pass(model, tokens, 64)[:, 49], rtol=0, atol=1e-4)
     without, block = [], calibration._block
 
-    def watched(layer, x, cos, sin, valid):
+    def watched(layer, x, angles, valid):
+        cos, sin = angles
         without.append(bool((cos == 1).all() and (sin == 0).all()))
-        return block(layer, x, cos, sin, valid)
+        return block(layer, x, angles, valid)
 
     monkeypatch.setattr(calibration, "_block", watched)
     calibration.quantize_linears_for(model, [[1, 2, 3]], progress=False)

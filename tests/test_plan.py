@@ -117,7 +117,7 @@ def test_weights_are_those_of_the_real_model(draft):
 
 
 def test_weights_with_biases_and_norms_of_heads():
-    config = dataclasses.replace(TINY, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True, tie_word_embeddings=True)
+    config = dataclasses.replace(TINY, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm="head", tie_word_embeddings=True)
     weights = jax.eval_shape(lambda: random_model(config).weights())
     assert model_bytes(config) == sum(2 * x.size for x in jax.tree.leaves(weights))
     assert step_weight_bytes(planned.own_reads(config, 1)) == model_bytes(config)

@@ -14,8 +14,9 @@ from jaxtyping import Array, Key
 from pallas_kernels.formats.rounding import parameter_dtype
 from pallas_kernels.formats.weights import Int4Weight
 from qspec_jax.errors import InputError
+from qspec_jax.models.block import Weight
 from qspec_jax.models.config import LlamaConfig
-from qspec_jax.models.llama import Llama, Weight
+from qspec_jax.models.llama import Llama
 from qspec_jax.models.placement import Placement
 from qspec_jax.models.sharding import mesh_of, weight_sharding
 from qspec_jax.quantization.weights import group_size_over, is_linear

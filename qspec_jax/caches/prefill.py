@@ -13,7 +13,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from qspec_jax.caches.cache import Cache
-from qspec_jax.models.llama import Block, Llama
+from qspec_jax.models.block import Block
+from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import CHUNK_TOKENS, attend_prompt, by_chunks, equal_parts, replaced
 from qspec_jax.models.rope import unrotated
 
@@ -37,17 +38,15 @@ def prefill(
     return (*out, last_queries) if num_queries else out
 
 
-def embedded(
-    model: Llama, tokens: Int[Array, "B S"], n: Int[Array, "B"]
-) -> tuple[Float[Array, "B S D"], tuple[Float[Array, "B S half"], Float[Array, "B S half"]]]:
-    """Embeds the prompts: the hidden states before the first layer, and the tokens' cosines and sines. Arguments as of `prefill`."""
+def embedded(model: Llama, tokens: Int[Array, "B S"], n: Int[Array, "B"]) -> tuple[Float[Array, "B S D"], tuple[Array, ...]]:
+    """Embeds the prompts: the hidden states before the first layer, and the tokens' angles (`Llama.angles`). Arguments as of `prefill`."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return model.embed(tokens), model.cos_sin(positions, jnp.broadcast_to(n[:, None], tokens.shape))
+    return model.embed(tokens), model.angles(positions, jnp.broadcast_to(n[:, None], tokens.shape))
 
 
 def through_layers(
     blocks: Sequence[Block],
-    angles: tuple[Array, Array],
+    angles: tuple[Array, ...],
     x: Float[Array, "B S D"],
     n: Int[Array, "B"],
     cache: Cache,
@@ -69,7 +68,8 @@ def through_layers(
     """
     layers, last_queries = [], []
     for i, block in enumerate(blocks):
-        q, k, v = by_chunks(block.before_attention, x, *(unrotated(*angles) if i in nope else angles))
+        own_angles = (*unrotated(*angles[:2]), *angles[2:]) if i in nope else angles
+        q, k, v = by_chunks(block.before_attention, x, *own_angles)
         cache_queries = min(cache.prompt_queries, q.shape[1])
         # The attended values overwrite the queries, so this barrier makes XLA slice the last queries first. Without it XLA may slice later,
         # and copy all queries before; where it expects memory to be short it slices at the end of the program, and keeps the queries of

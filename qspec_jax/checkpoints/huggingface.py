@@ -12,15 +12,17 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from qspec_jax.checkpoints import converted
 from qspec_jax.checkpoints.hub import local
 from qspec_jax.checkpoints.other_formats import MERGE, describe_folder, is_of_an_adapter
 from qspec_jax.checkpoints.small_files import small_file
 from qspec_jax.checkpoints.source import WeightSource
-from qspec_jax.checkpoints.tensor_names import BASE, TABLES, canonical, places, tensor_shapes
+from qspec_jax.checkpoints.tensor_names import BASE, canonical, places, table, tensor_shapes
 from qspec_jax.checkpoints.weight_files import INDEX, WHOLE, WeightFiles, weight_files
 from qspec_jax.errors import InputError, listed, one_line, reading, warn_once
 from qspec_jax.files import read_json, refuse_pointer
 from qspec_jax.models.config import LlamaConfig, eos_token_ids, quantized_already, stated_dtype
+from qspec_jax.models.families import WRAPPERS
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +63,8 @@ def load_config(directory: str | Path, *, dtype: str | None = None) -> LlamaConf
     config = LlamaConfig.from_hf(raw, source=str(path), dtype=dtype or "float32")
     if dtype is None and stated_dtype(raw) is None:
         config = dataclasses.replace(config, dtype=_dtype_of_tensors(directory, config.dtype))
+    if config.wrapper is not None and config.tie_word_embeddings and _has_head(directory):
+        config = dataclasses.replace(config, tie_word_embeddings=False)  # as transformers does
     generation = directory / "generation_config.json"
     if generation.exists():
         eos = eos_token_ids(read_json(generation).get("eos_token_id"), str(generation), config.vocab_size)
@@ -77,6 +81,16 @@ def _dtype_of_tensors(directory: Path, default: str) -> str:
         return default
     tensors = read_header(directory / files.names[0])
     return next((_NAMES[tensors[name].dtype] for name in sorted(tensors) if tensors[name].dtype in _FLOATS), default)
+
+
+def _has_head(directory: Path) -> bool:
+    """Whether a directory, converted or not, has a head besides the embedding."""
+    if converted.is_converted(directory):
+        return "head" in converted.read_manifest(directory).shapes
+    files = weight_files(directory)
+    found = [directory / name for name in files.names if not files.weight_map and (directory / name).is_file()]
+    names = files.weight_map or {key for file in found for key in read_header(file)}
+    return any(name.endswith("lm_head.weight") for name in names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +185,7 @@ class Source(WeightSource):
     @property
     def head(self) -> str:
         """The name of the head's tensor."""
-        return next(name for name, paths in TABLES[self.config.architecture].items() if paths == ("head",))
+        return next(name for name, paths in table(self.config).items() if paths == ("head",))
 
     @property
     def embedding(self) -> str:
@@ -183,6 +197,10 @@ class Source(WeightSource):
         """Whether a head is stored although the embeddings are tied."""
         return self.config.tie_word_embeddings and self.head in self.tensors
 
+    def _is_left_out(self, name: str) -> bool:
+        """Whether a tensor is not read: a buffer, or of another part of a multimodal model than its text model."""
+        return bool(_IGNORED.match(name)) or (self.config.wrapper is not None and name.startswith(WRAPPERS[self.config.wrapper].left_out))
+
     def _open(self) -> None:
         """Finds the tensors of all files, and warns of other files of weights, which are not read."""
         for name in self.files.names:
@@ -192,13 +210,16 @@ class Source(WeightSource):
             found = read_header(path)
             self._names_in[name] = found.keys()
             self.twice += [
-                (key, self.tensors[key], found[key]) for key in sorted(found.keys() & self.tensors.keys()) if not _IGNORED.match(key)
+                (key, self.tensors[key], found[key]) for key in sorted(found.keys() & self.tensors.keys()) if not self._is_left_out(key)
             ]
             self.tensors = found | self.tensors
         if self.files.passed_over:
             read = ", ".join(self.files.names) if self.files.index is None else self.files.index
             others = listed(self.files.passed_over)
             warn_once(log, f"{self.directory}: {read} is read, as transformers does, and {others} passed over")
+        if (wrapper := self.config.wrapper) and (others := sorted(filter(self._is_left_out, self.tensors))):
+            count = f"{len(others)} tensors of its other parts are left out ({listed(others, 1)})"
+            warn_once(log, f"{self.directory}: the text model of {wrapper} is read; {count}")
         if (self.directory / "adapter_config.json").exists():
             warn_once(log, f"{self.directory}: the model is read without the adapter in its directory (adapter_config.json)")
 
@@ -222,7 +243,7 @@ class Source(WeightSource):
         free = {self.head, self.embedding} if self.config.tie_word_embeddings else set()
 
         def matters(name: str) -> bool:
-            return not _IGNORED.match(name) and canonical(name, expected) not in free
+            return not self._is_left_out(name) and canonical(name, expected) not in free
 
         for file in self.files.names if self.files.index else ():
             index, found = self.directory / self.files.index, self._names_in[file]
@@ -238,7 +259,7 @@ class Source(WeightSource):
         if self.carries_head:
             expected[self.head] = self.places["embedding"].shape
         missing = sorted(expected.keys() - self.tensors.keys())
-        extra = sorted(k for k in self.tensors.keys() - expected.keys() if not _IGNORED.match(k))
+        extra = sorted(k for k in self.tensors.keys() - expected.keys() if not self._is_left_out(k))
         if any(map(is_of_an_adapter, extra)):
             raise InputError(f"{self.directory}: its tensors are those of an adapter of PEFT, or not merged ({listed(extra, 2)}); {MERGE}")
         named = [name for name in extra if missing and _OF_QUANTIZATION.match(name)]

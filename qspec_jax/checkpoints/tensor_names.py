@@ -8,7 +8,8 @@ from collections.abc import Container, Mapping
 import jax
 import jax.numpy as jnp
 
-from qspec_jax.models.config import ARCHITECTURES, LlamaConfig
+from qspec_jax.models.config import LlamaConfig
+from qspec_jax.models.families import ARCHITECTURES
 from qspec_jax.models.llama import Llama
 
 BASE = "model."  # prefix of all names but the head's; a model that was saved without its head has no such prefix
@@ -29,11 +30,54 @@ _LLAMA: Table = {
         for w in ("weight", "bias")
     },
 }
-_PHI3: Table = _LLAMA | {
-    "model.layers.{i}.self_attn.qkv_proj.weight": tuple(f"layers.{{i}}.{n}_proj.weight" for n in "qkv"),
-    "model.layers.{i}.mlp.gate_up_proj.weight": ("layers.{i}.gate_proj.weight", "layers.{i}.up_proj.weight"),
+_GATE_UP: Table = {"model.layers.{i}.mlp.gate_up_proj.weight": ("layers.{i}.gate_proj.weight", "layers.{i}.up_proj.weight")}
+_PHI3: Table = _LLAMA | _GATE_UP | {"model.layers.{i}.self_attn.qkv_proj.weight": tuple(f"layers.{{i}}.{n}_proj.weight" for n in "qkv")}
+
+
+def _in_layers(names: Mapping[str, str]) -> Table:
+    """A table of tensors of a layer, without the part of their names and paths that all tensors of a layer have."""
+    return {f"model.layers.{{i}}.{name}": (f"layers.{{i}}.{path}",) for name, path in names.items()}
+
+
+_EXAONE4: Table = _LLAMA | _in_layers(
+    {
+        "post_attention_layernorm.weight": "attention_output_norm.weight",
+        "post_feedforward_layernorm.weight": "mlp_output_norm.weight",
+    }
+)
+_OLMO2: Table = _EXAONE4 | _in_layers({f"self_attn.{n}_norm.weight": f"{n}_width_norm.weight" for n in "qk"})
+_GLM4: Table = (
+    _LLAMA
+    | _GATE_UP
+    | _in_layers({"post_self_attn_layernorm.weight": "attention_output_norm.weight", "post_mlp_layernorm.weight": "mlp_output_norm.weight"})
+)
+_HUNYUAN: Table = _LLAMA | _in_layers(
+    {"self_attn.query_layernorm.weight": "q_norm.weight", "self_attn.key_layernorm.weight": "k_norm.weight"}
+)
+_APERTUS: Table = _LLAMA | _in_layers(
+    {
+        "attention_layernorm.weight": "input_norm.weight",
+        "feedforward_layernorm.weight": "post_attention_norm.weight",
+        **{f"mlp.act_fn.{name}": f"activation.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")},
+    }
+)
+TABLES: dict[str, Table] = dict.fromkeys(ARCHITECTURES, _LLAMA) | {
+    "Phi3ForCausalLM": _PHI3,
+    "Olmo2ForCausalLM": _OLMO2,
+    "Exaone4ForCausalLM": _EXAONE4,
+    "Glm4ForCausalLM": _GLM4,
+    "HunYuanDenseV1ForCausalLM": _HUNYUAN,
+    "ApertusForCausalLM": _APERTUS,
 }
-TABLES: dict[str, Table] = dict.fromkeys(ARCHITECTURES, _LLAMA) | {"Phi3ForCausalLM": _PHI3}
+# The names' prefix where the model is a part of a multimodal one, as transformers writes them, and other spellings of their beginnings.
+WRAPPED = "language_model."
+_WRAPPED_SPELLINGS = {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
+
+
+def table(config: LlamaConfig) -> Table:
+    """The table of a model's checkpoint."""
+    prefix = "" if config.wrapper is None else WRAPPED
+    return {prefix + name: paths for name, paths in TABLES[config.architecture].items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,22 +96,26 @@ class Place:
 
 def places(config: LlamaConfig) -> dict[str, Place]:
     """The place of each weight in a checkpoint, by the weight's path (see `Llama.weights`)."""
-    of_path = {path: (name, paths) for name, paths in TABLES[config.architecture].items() for path in paths}
+    of_path = {path: (name, paths) for name, paths in table(config).items() for path in paths}
     shapes = weight_shapes(config)
     found = {}
     for path, shape in shapes.items():
         layer = re.match(r"layers\.(\d+)\.", path)
         number = layer[1] if layer else ""
         name, paths = of_path[path if layer is None else "layers.{i}." + path[layer.end() :]]
-        before = [shapes[other.replace("{i}", number)][0] for other in paths]
-        at = [other.replace("{i}", number) for other in paths].index(path)
-        found[path] = Place(name.replace("{i}", number), shape, sum(before[:at]) if len(paths) > 1 else None)
+        parts = [other.replace("{i}", number) for other in paths]
+        before = parts[: parts.index(path)]
+        found[path] = Place(name.replace("{i}", number), shape, sum(shapes[other][0] for other in before) if len(parts) > 1 else None)
     return found
 
 
 def canonical(name: str, expected: Container[str]) -> str:
-    """The name of a stored tensor in a whole model: with or without `BASE`, whichever `expected` has; else the name itself."""
-    return next((known for known in (name, name.removeprefix(BASE), BASE + name) if known in expected), name)
+    """The name of a stored tensor in a whole model: with or without `BASE`, or in the spelling of another version of transformers, of
+    which `expected` has one; else the name itself."""
+    spellings = [name, name.removeprefix(BASE), BASE + name]
+    spellings += [here + name.removeprefix(other) for other, here in _WRAPPED_SPELLINGS.items() if name.startswith(other)]
+    spellings.append(WRAPPED + BASE + name.removeprefix(WRAPPED))
+    return next((known for known in spellings if known in expected), name)
 
 
 def weight_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
@@ -86,6 +134,6 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of the checkpoint's tensors, by their names."""
     shapes: dict[str, tuple[int, ...]] = {}
     for place in places(config).values():
-        rows = shapes.get(place.name, (0,))[0] + place.shape[0]
-        shapes[place.name] = (rows, *place.shape[1:])
+        before = shapes.get(place.name)
+        shapes[place.name] = place.shape if before is None else (before[0] + place.shape[0], *place.shape[1:])
     return shapes

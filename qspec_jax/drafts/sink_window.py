@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.rope_append import rotate
 from qspec_jax.caches.cache import KeysValues
 from qspec_jax.caches.compact import CompactCache
 from qspec_jax.models import rope
@@ -50,7 +49,7 @@ class SinkWindow:
         # The keys have the RoPE type's (YaRN's) attention factor already.
         plain = dataclasses.replace(c.rope, attention_factor=1.0)
         angles = rope.cos_sin(plain, c.head_dim, c.max_position_embeddings, gone, cache.taken[:, None])
-        keys = [rotate(keys, *model.angles_of(i, *angles)) for i, keys in enumerate(self.sinks)]
+        keys = [model.layers[i].turned(keys, *model.angles_of(i, *angles)) for i, keys in enumerate(self.sinks)]
         return dataclasses.replace(self, cache=cache.with_first_keys(keys, changed))
 
 

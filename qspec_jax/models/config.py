@@ -1,115 +1,36 @@
 """The configuration of a model, read from a Hugging Face config.json and checked."""
 
 import dataclasses
-import functools
 import logging
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from qspec_jax.errors import InputError, flat, warn_once
 from qspec_jax.files import read_json
+from qspec_jax.models.config_values import Values
+from qspec_jax.models.families import ACTIVATION_NAMES, ARCHITECTURES, GATED, INPUT, SILU, WRAPPERS, Wrapper
+from qspec_jax.models.rope_config import RopeConfig, read_rope
 
 log = logging.getLogger(__name__)
-# The rope settings of each type, besides its name, rope_theta and partial_rotary_factor.
-_ROPE_KEYS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": (
-        *("factor", "original_max_position_embeddings", "attention_factor"),
-        *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-    ),
-    "longrope": ("short_factor", "long_factor", "factor", "original_max_position_embeddings", "attention_factor"),
-    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-}
-ROPE_TYPES = tuple(_ROPE_KEYS)
-
-
-@dataclasses.dataclass(frozen=True)
-class Architecture:
-    """How an architecture differs from Llama, and the defaults that Hugging Face assumes for keys that config.json lacks.
-
-    Attributes:
-        qkv_bias: whether queries, keys and values have a bias, or the key of config.json that says so.
-        output_bias: the same for attention's output projection.
-        mlp_bias: the same for the MLP.
-        qk_norm: whether queries and keys are normalized.
-        windowed: whether `sliding_window` is in effect by itself, without another key that switches it on.
-        nope: whether some layers have no RoPE (`no_rope_layers`).
-        whole_heads: whether transformers refuses heads that do not divide hidden_size, even if head_dim is given.
-        only_longrope: whether longrope, under any of its names, is the only rope type besides the default.
-        defaults: the values of keys that config.json lacks.
-    """
-
-    qkv_bias: bool | str = False
-    output_bias: bool | str = False
-    mlp_bias: bool | str = False
-    qk_norm: bool = False
-    windowed: bool = False
-    nope: bool = False
-    whole_heads: bool = False
-    only_longrope: bool = False
-    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-
-_QWEN_DEFAULTS = dict(max_position_embeddings=32768, num_key_value_heads=32, sliding_window=4096, max_window_layers=28)
-_ATTENTION_BIAS = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
-ARCHITECTURES: dict[str, Architecture] = {
-    "LlamaForCausalLM": Architecture(
-        **_ATTENTION_BIAS,
-        mlp_bias="mlp_bias",
-        whole_heads=True,
-        defaults=dict(max_position_embeddings=2048, eos_token_id=2),
-    ),
-    "MistralForCausalLM": Architecture(
-        windowed=True,
-        defaults=dict(max_position_embeddings=131072, num_key_value_heads=8, sliding_window=4096, eos_token_id=2),
-    ),
-    "Qwen2ForCausalLM": Architecture(qkv_bias=True, defaults=_QWEN_DEFAULTS),
-    "Qwen3ForCausalLM": Architecture(**_ATTENTION_BIAS, qk_norm=True, defaults=_QWEN_DEFAULTS | dict(head_dim=128)),
-    "Phi3ForCausalLM": Architecture(
-        windowed=True,
-        only_longrope=True,
-        defaults=dict(max_position_embeddings=4096, original_max_position_embeddings=4096, rms_norm_eps=1e-5, eos_token_id=32000),
-    ),
-    "SmolLM3ForCausalLM": Architecture(
-        **_ATTENTION_BIAS,
-        mlp_bias="mlp_bias",
-        nope=True,
-        defaults=dict(max_position_embeddings=32768, num_key_value_heads=4, rope_theta=2e6, eos_token_id=128001, tie_word_embeddings=True),
-    ),
-    "InternLM3ForCausalLM": Architecture(
-        qkv_bias="qkv_bias",
-        output_bias="bias",
-        mlp_bias="bias",
-        defaults=dict(max_position_embeddings=32768, num_key_value_heads=32, eos_token_id=2),
-    ),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding: the settings of all types together, with Hugging Face's names."""
-
-    rope_type: str = "default"
-    rope_theta: float = 10000.0
-    factor: float = 1.0
-    original_max_position_embeddings: int = 0
-    attention_factor: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
 
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """The configuration of a Llama-family model, with Hugging Face's names where they are the same."""
+    """The configuration of a Llama-family model, with Hugging Face's names where they are the same.
+
+    Attributes:
+        architecture: of the text model, one of `families.ARCHITECTURES`.
+        wrapper: the multimodal model that the text model is a part of, one of `families.WRAPPERS`; None for a text model by itself.
+        qk_norm: what the norm of queries and keys covers, one of `families.QK_NORMS`; None without such a norm.
+        norms: where the other norms are, one of `families.NORM_PLACES`.
+        activation: of the MLP, one of `families.ACTIVATIONS`.
+        nope_layers: the layers without RoPE.
+        embedding_multiplier: embeddings are multiplied by it.
+        attention_scale: the products of queries and keys are multiplied by it; None: head_dim ** -0.5.
+        residual_multiplier: what attention and MLP add to the residual stream is multiplied by it.
+        logits_scaling: logits are divided by it.
+    """
 
     architecture: str
     vocab_size: int
@@ -126,10 +47,27 @@ class LlamaConfig:
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
-    qk_norm: bool
+    qk_norm: str | None
     eos_token_ids: tuple[int, ...]
     dtype: str
-    nope_layers: tuple[int, ...] = ()  # the layers without RoPE
+    nope_layers: tuple[int, ...] = ()
+    norms: str = INPUT
+    activation: str = SILU
+    embedding_multiplier: float = 1.0
+    attention_scale: float | None = None
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    wrapper: str | None = None
+
+    @property
+    def gated_mlp(self) -> bool:
+        """Whether the MLP multiplies by an activated gate; otherwise it activates the one projection that it has."""
+        return self.activation in GATED
+
+    @property
+    def is_fusable(self) -> bool:
+        """Whether `pallas_kernels.fused_layer` computes what is between two attentions: norms where Llama has them, and its MLP."""
+        return self.norms == INPUT and self.activation == SILU
 
     @property
     def max_length(self) -> int:
@@ -170,25 +108,56 @@ class LlamaConfig:
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
-class _Reader:
-    """Reads one config.json; every error names the file."""
+class _Reader(Values):
+    """Reads one config.json."""
 
     def __init__(self, raw: Mapping[str, Any], source: str, dtype: str):
-        self.source, self.assumed_dtype = source, dtype
+        super().__init__(raw, source)
+        self.assumed_dtype, self.wrapper = dtype, self.wrapper_of(raw)
+        raw = raw if self.wrapper is None else self.text_of(raw, WRAPPERS[self.wrapper])
         self.name = self.architecture_of(raw)
+        whose = "" if self.wrapper is None else f", the text model of {self.wrapper},"
         if any(mark in self.name.lower() for mark in ("moe", "mixtral")) or any(raw.get(key) for key in _EXPERTS):
-            raise self.error(f"{self.name} is a mixture of experts, which is not supported; a dense model is")
+            raise self.error(f"{self.name}{whose} is a mixture of experts, which is not supported; a dense model is")
         if self.name not in ARCHITECTURES:
-            raise self.error(f"architecture {self.name} is not supported; supported are {', '.join(ARCHITECTURES)}")
+            supported = ", ".join(ARCHITECTURES if self.wrapper else [*ARCHITECTURES, *WRAPPERS])
+            raise self.error(f"architecture {self.name}{whose} is not supported; supported are {supported}")
         self.architecture = ARCHITECTURES[self.name]
         # A null hides the architecture's default, and then counts as an absent key.
         self.raw = {k: v for k, v in {**self.architecture.defaults, **raw}.items() if v is not None}
+
+    def wrapper_of(self, raw: Mapping[str, Any]) -> str | None:
+        """The multimodal model that a config.json is of; None for a text model. Raises InputError for one that is not supported."""
+        names, model_type = raw.get("architectures"), raw.get("model_type")
+        given = names[0] if isinstance(names, list) and names else None
+        found = next((name for name, wrapper in WRAPPERS.items() if given == name or model_type == wrapper.model_type), None)
+        if raw.get("text_config") is None:
+            if found is not None:
+                raise self.error(f"text_config is missing, the settings of the text model of {found}")
+            return None
+        if found is None:
+            described = given if isinstance(given, str) else f"of model type {model_type}"
+            raise self.error(
+                f"architecture {described} around a text model (text_config) is not supported; supported are {', '.join(WRAPPERS)}"
+            )
+        return found
+
+    def text_of(self, raw: Mapping[str, Any], wrapper: Wrapper) -> dict[str, Any]:
+        """The settings of the text model, with those that a multimodal model has outside of `text_config`."""
+        text = raw["text_config"]
+        if not isinstance(text, Mapping):
+            raise self.error(f"text_config is {text!r}, should be an object")
+        outside = {key: raw[key] for key in ("quantization_config", "eos_token_id") if text.get(key) is None and key in raw}
+        dtype = stated_dtype(raw) or stated_dtype(text)
+        tied = wrapper.tied if raw.get("tie_word_embeddings") is None else raw["tie_word_embeddings"]
+        model_type = {"model_type": wrapper.text_model_type} if text.get("model_type") is None else {}
+        return {**text, **outside, **model_type, "dtype": dtype, "tie_word_embeddings": tied}
 
     def architecture_of(self, raw: Mapping[str, Any]) -> str:
         """The architecture's name: that of the model type, as in transformers, unless `architectures` names a model of another kind."""
         names, model_type = raw.get("architectures"), raw.get("model_type")
         given = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else "(none)"
-        by_type = next((name for name in ARCHITECTURES if _family(name).lower() == model_type), None)
+        by_type = next((name for name, family in ARCHITECTURES.items() if family.model_type == model_type), None)
         named = next((name for name in ARCHITECTURES if given.lower() in (name.lower(), f"{_family(name)}Model".lower())), None)
         if by_type is None:
             if named and isinstance(model_type, str):
@@ -199,41 +168,14 @@ class _Reader:
             warn_once(log, f"{self.source}: read as {by_type}, by its model_type, as transformers does, and not as {flat(given)}")
         return by_type if named or names is None or names == [] else given
 
-    def error(self, what: str) -> InputError:
-        return InputError(f"{self.source}: {flat(what)}")
-
-    def number(
-        self, name: str, default=None, *, of: Mapping[str, Any] | None = None, kind=int, above: float = 0, maximum: float = math.inf
-    ):
-        value = (self.raw if of is None else of).get(name, default)
-        if value is None:
-            raise self.error(f"{name} is missing")
-        try:
-            # transformers, which reads the file for the tokenizer, does not take 48.0 for a whole number.
-            good = isinstance(value, (int, kind)) and not isinstance(value, bool) and math.isfinite(value) and kind(value) == value
-        except OverflowError:
-            good = False
-        if not good:
-            raise self.error(f"{name} is {value!r}, not {'a whole number' if kind is int else 'a finite number'}")
-        if value <= above:
-            raise self.error(f"{name} is {value}, should be more than {above}")
-        if value > maximum:
-            raise self.error(f"{name} is {value}, should be at most {maximum:g}")
-        return kind(value)
-
-    def flag(self, name: str, default: bool = False, *, of: Mapping[str, Any] | None = None) -> bool:
-        value = (self.raw if of is None else of).get(name, default)
-        if not isinstance(value, bool):
-            raise self.error(f"{name} is {value!r}, not true or false")
-        return value
-
     def llama(self) -> LlamaConfig:
         raw = self.raw
         if raw.get("quantization_config"):
             method = raw["quantization_config"].get("quant_method") if isinstance(raw["quantization_config"], Mapping) else None
             raise self.error(quantized_already(f"quantization_config{f', {method}' if method else ''}"))
-        if raw.get("hidden_act", "silu") not in ("silu", "swish"):  # two names of one function
-            raise self.error(f"hidden_act {raw['hidden_act']} is not supported, only silu")
+        known = ACTIVATION_NAMES[self.architecture.activation]
+        if raw.get("hidden_act", known[0]) not in known:
+            raise self.error(f"hidden_act {raw['hidden_act']} is not supported for {self.name}, only {known[0]}")
         hidden, heads = self.number("hidden_size"), self.number("num_attention_heads")
         kv_heads = self.number("num_key_value_heads", heads)
         if heads % kv_heads:
@@ -255,7 +197,7 @@ class _Reader:
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             rms_norm_eps=self.number("rms_norm_eps", 1e-6, kind=float),
-            rope=self.rope(head_dim, positions),
+            rope=read_rope(self, self.name, self.architecture, head_dim=head_dim, positions=positions),
             max_position_embeddings=positions,
             tie_word_embeddings=self.flag("tie_word_embeddings"),
             qkv_bias=self.bias(self.architecture.qkv_bias),
@@ -265,6 +207,10 @@ class _Reader:
             eos_token_ids=self.eos_token_ids(vocab_size),
             dtype=self.dtype(),
             nope_layers=self.nope_layers(layers) if self.architecture.nope else (),
+            norms=self.architecture.norms,
+            activation=self.architecture.activation,
+            wrapper=self.wrapper,
+            **{field: self.number(key, kind=float) for field, key in self.architecture.multipliers.items()},
         )
         self.refuse_sliding_window(config)
         return config
@@ -276,7 +222,7 @@ class _Reader:
         ids = self.raw.get("eos_token_id")
         # The default for the architecture's own vocabulary is no mistake in a file with a smaller one.
         assumed = ids is not None and ids == self.architecture.defaults.get("eos_token_id")
-        return (ids,) if assumed else eos_token_ids(ids, self.source, vocab_size)
+        return (*ids,) if assumed and isinstance(ids, list) else (ids,) if assumed else eos_token_ids(ids, self.source, vocab_size)
 
     def nope_layers(self, layers: int) -> tuple[int, ...]:
         given = self.raw.get("no_rope_layers")
@@ -305,80 +251,13 @@ class _Reader:
             active = self.flag("use_sliding_window") and bool(config.nope_layers)
         else:
             active = self.flag("use_sliding_window") and self.number("max_window_layers", above=-1) < config.num_layers
-        if active and "sliding_window" in self.raw and (window := self.number("sliding_window")) < config.max_length:
-            raise self.error(
-                f"sliding-window attention (sliding_window {window}, {config.max_length} positions) is not supported; "
-                "only full attention is"
-            )
-
-    def rope(self, head_dim: int, positions: int) -> RopeConfig:
-        # transformers 4 calls it rope_theta and rope_scaling, transformers 5 rope_parameters; both prefer the older key.
-        given = self.raw.get("rope_scaling") or self.raw.get("rope_parameters") or {}
-        if not isinstance(given, Mapping) or any(isinstance(v, Mapping) for v in given.values()):
-            raise self.error(f"rope settings {given!r} should be one flat object")
-        key = "rope_type" if "rope_type" in given else "type"
-        rope_type = given.get(key, "default")
-        if rope_type is None:
-            raise self.error(f"{key} of the rope settings is null; supported rope types are {', '.join(ROPE_TYPES)}")
-        given = {k: v for k, v in given.items() if v is not None}
-        if self.architecture.only_longrope and rope_type != "default":
-            if rope_type not in ("longrope", "su", "yarn"):  # the last two are old names of the first
-                raise self.error(f"rope type {rope_type} is not supported for {self.name}; longrope is")
-            rope_type = "longrope"
-        if rope_type not in ROPE_TYPES:
-            raise self.error(f"rope type {rope_type} is not supported; supported are {', '.join(ROPE_TYPES)}")
-        if given.get("partial_rotary_factor", self.raw.get("partial_rotary_factor", 1.0)) != 1.0:
-            raise self.error("partial_rotary_factor is not supported; the whole head must be rotated")
-        if unused := sorted(map(str, given.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_ROPE_KEYS[rope_type]})):
-            # As transformers does; many files have keys such as `finetuned`.
-            warn_once(log, f"{self.source}: rope type {rope_type} does not use {flat(', '.join(unused))} of the rope settings")
-        real = functools.partial(self.number, of=given, kind=float)
-        theta = real("rope_theta", self.raw.get("rope_theta", 10000.0), above=1)
-        if rope_type == "default":
-            return RopeConfig(rope_theta=theta)
-        outside = {k: v for k, v in self.raw.items() if k == "original_max_position_embeddings"}
-        original = self.number("original_max_position_embeddings", positions, of=_whole(given | outside), above=1)
-        implied = positions / original if rope_type in ("yarn", "longrope") else None
-        factor = real("factor", implied, maximum=1e6)
-        rope = RopeConfig(rope_type, theta, factor, original)
-        if rope_type == "yarn":
-            return dataclasses.replace(
-                rope,
-                attention_factor=self.yarn_attention_factor(given, factor),
-                beta_fast=real("beta_fast", 32),
-                beta_slow=real("beta_slow", 1),
-                truncate=self.flag("truncate", True, of=given),
-            )
-        if rope_type == "longrope":
-            default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-            return dataclasses.replace(
-                rope,
-                attention_factor=real("attention_factor", default),
-                short_factor=self.factors(given, "short_factor", head_dim // 2),
-                long_factor=self.factors(given, "long_factor", head_dim // 2),
-            )
-        if rope_type == "llama3":
-            low, high = real("low_freq_factor"), real("high_freq_factor")
-            if high <= low:
-                raise self.error(f"high_freq_factor {high} must be larger than low_freq_factor {low}")
-            return dataclasses.replace(rope, low_freq_factor=low, high_freq_factor=high)
-        return rope
-
-    def yarn_attention_factor(self, given: Mapping[str, Any], factor: float) -> float:
-        def mscale(m: float) -> float:
-            return 1.0 if factor <= 1 else 0.1 * m * math.log(factor) + 1.0
-
-        default = mscale(1.0)
-        if given.get("mscale") and given.get("mscale_all_dim"):
-            part, whole = (self.number(name, of=given, kind=float) for name in ("mscale", "mscale_all_dim"))
-            default = mscale(part) / mscale(whole)
-        return self.number("attention_factor", default, of=given, kind=float)
-
-    def factors(self, given: Mapping[str, Any], name: str, length: int) -> tuple[float, ...]:
-        values = given.get(name)
-        if not isinstance(values, list) or len(values) != length:
-            raise self.error(f"{name} must be a list of {length} numbers (head_dim / 2)")
-        return tuple(self.number(name, of={name: value}, kind=float) for value in values)
+        if active and "sliding_window" in self.raw:
+            window = self.number("sliding_window")
+            if window < config.max_length or self.architecture.hybrid:
+                raise self.error(
+                    f"sliding-window attention (sliding_window {window}, {config.max_length} positions) is not supported; "
+                    "only full attention is"
+                )
 
 
 def stated_dtype(raw: Mapping[str, Any]) -> str | None:
@@ -393,13 +272,8 @@ def quantized_already(sign: str) -> str:
 
 
 def _family(architecture: str) -> str:
-    """The prefix of the names of an architecture's models; in lower case it is the model type."""
+    """The prefix of the names of an architecture's models."""
     return architecture.removesuffix("ForCausalLM")
-
-
-def _whole(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with floats such as 4096.0 as whole numbers: transformers takes them among the rope settings, but not elsewhere."""
-    return {key: int(value) if isinstance(value, float) and value.is_integer() else value for key, value in settings.items()}
 
 
 def eos_token_ids(value: Any, source: str, vocab_size: int) -> tuple[int, ...]:

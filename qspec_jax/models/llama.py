@@ -17,19 +17,13 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.formats import weights as formats
 from pallas_kernels.formats.rounding import accumulation_dtype
 from pallas_kernels.formats.views import BOTH_PLANES, View
-from pallas_kernels.fused_layer import between_attentions
-from pallas_kernels.matmul import gated_linear, linear
-from pallas_kernels.norm import add_rms_norm
-from pallas_kernels.rope_append import split_and_rotate
+from pallas_kernels.matmul import linear
 from qspec_jax.errors import InputError
 from qspec_jax.models import rope
+from qspec_jax.models.block import Block, MakeWeight, RMSNorm, Weight, scaled, stream_eps
 from qspec_jax.models.config import LlamaConfig
-
-Weight = formats.Weight | jax.ShapeDtypeStruct
-MakeWeight = Callable[[str, tuple[int, ...]], Weight]
 
 
 class AttendingCache(Protocol):
@@ -75,129 +69,6 @@ class AttendingCache(Protocol):
         ...
 
 
-class Linear(nnx.Module):
-    """y = x @ weight.T + bias.
-
-    Args:
-        make: supplies weights, see `Llama`.
-        path: the path of the layer in the model.
-        shape: outputs and inputs; the weight, [out, in], may have any format of `pallas_kernels.matmul.linear`.
-        bias: whether there is a bias.
-        summed_over: the axis of a mesh over whose devices the inputs are divided, see `linear`; None for one device, and for divided
-            outputs.
-    """
-
-    def __init__(self, make: MakeWeight, path: str, shape: tuple[int, int], *, bias: bool = False, summed_over: str | None = None):
-        self.weight = nnx.Param(make(f"{path}.weight", shape))
-        self.bias = nnx.Param(make(f"{path}.bias", shape[:1])) if bias else None
-        self.summed_over = summed_over
-
-    def __call__(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
-        return linear(x, *_parameters(self), summed_over=self.summed_over)
-
-
-class RMSNorm(nnx.Module):
-    def __init__(self, make: MakeWeight, path: str, size: int, eps: float):
-        self.weight = nnx.Param(make(f"{path}.weight", (size,)))
-        self.eps = eps
-
-    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        return self.add(x, None)[1]
-
-    def add(self, x: Float[Array, "*rows D"], added: Float[Array, "*rows D"] | None) -> tuple[Array, Array]:
-        """x + added, the residual connection before the norm, and its norm."""
-        return add_rms_norm(x, added, self.weight.get_value(), eps=self.eps)
-
-
-class Block(nnx.Module):
-    """One layer: the part before attention and the part after it. axis: see `Llama`."""
-
-    def __init__(self, config: LlamaConfig, make: MakeWeight, path: str, axis: str | None = None):
-        c, D, H = config, config.hidden_size, config.head_dim
-        self.head_dim, self.axis = H, axis
-        self.input_norm = RMSNorm(make, f"{path}.input_norm", D, c.rms_norm_eps)
-        self.q_proj = Linear(make, f"{path}.q_proj", (c.num_heads * H, D), bias=c.qkv_bias)
-        self.k_proj = Linear(make, f"{path}.k_proj", (c.num_kv_heads * H, D), bias=c.qkv_bias)
-        self.v_proj = Linear(make, f"{path}.v_proj", (c.num_kv_heads * H, D), bias=c.qkv_bias)
-        self.q_norm = RMSNorm(make, f"{path}.q_norm", H, c.rms_norm_eps) if c.qk_norm else None
-        self.k_norm = RMSNorm(make, f"{path}.k_norm", H, c.rms_norm_eps) if c.qk_norm else None
-        self.o_proj = Linear(make, f"{path}.o_proj", (D, c.num_heads * H), bias=c.output_bias, summed_over=axis)
-        self.post_attention_norm = RMSNorm(make, f"{path}.post_attention_norm", D, c.rms_norm_eps)
-        self.gate_proj = Linear(make, f"{path}.gate_proj", (c.intermediate_size, D), bias=c.mlp_bias)
-        self.up_proj = Linear(make, f"{path}.up_proj", (c.intermediate_size, D), bias=c.mlp_bias)
-        self.down_proj = Linear(make, f"{path}.down_proj", (D, c.intermediate_size), bias=c.mlp_bias, summed_over=axis)
-
-    @property
-    def num_heads(self) -> int:
-        """Query heads on this device."""
-        return self.q_proj.weight.get_value().shape[0] // self.head_dim
-
-    @property
-    def num_kv_heads(self) -> int:
-        """KV heads on this device."""
-        return self.k_proj.weight.get_value().shape[0] // self.head_dim
-
-    def before_attention(
-        self, x: Float[Array, "B T D"], cos: Array, sin: Array
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-        """Queries and keys after RoPE, and values."""
-        return split_and_rotate(self.qkv(self.input_norm(x)), cos, sin, kv_heads=self.num_kv_heads)
-
-    def qkv(self, h: Float[Array, "B T D"]) -> Float[Array, "B T channels"]:
-        """Heads of queries, then of keys and of values, without RoPE."""
-        return self._finish_qkv(linear(h, _weights(self.q_proj, self.k_proj, self.v_proj)))
-
-    def _finish_qkv(self, y: Float[Array, "B T channels"]) -> Float[Array, "B T channels"]:
-        """Adds biases and applies the heads' norms, in models that have them."""
-        biases = _biases(self.q_proj, self.k_proj, self.v_proj)
-        y = y + jnp.concatenate(biases) if biases else y
-        if self.q_norm is None:
-            return y
-        heads = y.reshape(*y.shape[:2], -1, self.head_dim)
-        q, k, v = jnp.split(heads, [self.num_heads, self.num_heads + self.num_kv_heads], axis=2)
-        return jnp.concatenate([self.q_norm(q), self.k_norm(k), v], axis=2).reshape(y.shape)
-
-    def after_attention(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        """Output projection and MLP, with their residual connections."""
-        x, h = self.add_attention(x, attended)
-        return x + self.down_proj(self.mlp_hidden(h))
-
-    def until(
-        self, following: Self | None, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"], carry: Array | None = None
-    ) -> tuple[Array, Array, Array | None]:
-        """Everything between this layer's attention and the following layer's.
-
-        Args:
-            following: the following layer; None after the last one.
-            x: hidden states before this layer.
-            attended: the result of attention.
-            carry: the carry that the previous layer returned.
-
-        Returns:
-            x after this layer, and the following layer's `qkv`; without one, x before the MLP, and what the MLP adds to it. Then the carry
-            for the following layer, which only kernels read.
-        """
-        own = {"o": self.o_proj, "gate": self.gate_proj, "up": self.up_proj, "down": self.down_proj}
-        o, gate, up, down = _weights(*own.values())
-        norm, following_norm, projections = self.post_attention_norm, None, []
-        if following:
-            following_norm = following.input_norm.weight.get_value()
-            projections = _weights(following.q_proj, following.k_proj, following.v_proj)
-        attended = attended.reshape(*attended.shape[:2], -1)
-        args = x, attended, o, norm.weight.get_value(), gate, up, down, following_norm, projections, carry
-        biases = {name: layer.bias.get_value() for name, layer in own.items() if layer.bias is not None}
-        x, y, carry = between_attentions(*args, eps=norm.eps, biases=biases, axis=self.axis)
-        return x, following._finish_qkv(y) if following else y, carry
-
-    def add_attention(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> tuple[Array, Array]:
-        """x with attention's output projection [B, T, D], and its norm, the input of the MLP."""
-        return self.post_attention_norm.add(x, self.o_proj(attended.reshape(*attended.shape[:2], -1)))
-
-    def mlp_hidden(self, h: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
-        weights, biases = _parameters(self.gate_proj, self.up_proj)
-        return gated_linear(h, *weights, biases)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Origin:
     """Where a model was loaded from. All origins are equal, so that models from different folders share programs and tree structures."""
@@ -232,7 +103,7 @@ class Llama(nnx.Module):
         self.origin = Origin()
         self.embedding = nnx.Param(make("embedding", (config.vocab_size, config.hidden_size)))
         self.layers = nnx.List([Block(config, make, f"layers.{i}", axis) for i in range(config.num_layers)])
-        self.norm = RMSNorm(make, "norm", config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(make, "norm", config.hidden_size, stream_eps(config))
         self.head = None if config.tie_word_embeddings else nnx.Param(make("head", (config.vocab_size, config.hidden_size)))
 
     def __call__(
@@ -266,12 +137,12 @@ class Llama(nnx.Module):
     ) -> tuple[Float[Array, "B T V"], AttendingCache, tuple[Float[Array, "B K T C"] | None, ...]]:
         """The results of a call, and for each layer whose view is observed the attention mass of each group, in float32."""
         x = self.embed(tokens)
-        cos, sin = self.cos_sin(positions, positions + 1 if lengths is None else lengths)
-        y = self.layers[0].qkv(self.layers[0].input_norm(x))
+        angles = self.angles(positions, positions + 1 if lengths is None else lengths)
+        y = self.layers[0].qkv(self.layers[0].attention_input(x))
         views = view if isinstance(view, tuple) else (view,) * len(self.layers)
         layers, masses, carry, reading = [], [], None, cache.for_pass(views)
         for i, (block, following) in enumerate(zip(self.layers, [*self.layers[1:], None])):
-            attended, layer, mass = reading.attend(i, y, *self.angles_of(i, cos, sin), view=views[i])
+            attended, layer, mass = reading.attend(i, *block.for_attention(y, *self.angles_of(i, *angles)), view=views[i])
             x, y, carry = block.until(following, x, attended, carry)
             layers.append(layer)
             masses.append(None if mass is None else self.sum_of_copies(mass))
@@ -336,6 +207,10 @@ class Llama(nnx.Module):
         return self.embedding.get_value().dtype
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        x, factor = self._embedded(tokens), self._config.embedding_multiplier / self._config.residual_multiplier
+        return x if factor == 1 else scaled(x, factor)
+
+    def _embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         table = self.embedding.get_value()
         if not self._is_part(table):
             return table[tokens]
@@ -343,18 +218,24 @@ class Llama(nnx.Module):
         here = (at >= 0) & (at < table.shape[0])
         return lax.psum(jnp.where(here[..., None], table[jnp.clip(at, 0, table.shape[0] - 1)], 0), self.axis)
 
-    def cos_sin(self, positions: Int[Array, "B T"], lengths: Int[Array, "B T"]) -> tuple[Array, Array]:
-        c = self.config
-        return rope.cos_sin(c.rope, c.head_dim, c.max_position_embeddings, positions, lengths)
+    def angles(self, positions: Int[Array, "B T"], lengths: Int[Array, "B T"]) -> tuple[Array, ...]:
+        """Cosines and sines, [B, T, head_dim / 2], of the tokens' angles, and the scale of their queries, [B, T], in models that have one.
 
-    def angles_of(self, layer: int, cos: Array, sin: Array) -> tuple[Array, Array]:
-        """The cosines and sines of a layer: those of `cos_sin`, or of angles 0 without RoPE."""
-        return rope.unrotated(cos, sin) if layer in self.config.nope_layers else (cos, sin)
+        lengths: see `rope.cos_sin`.
+        """
+        c = self.config
+        cos_sin = rope.cos_sin(c.rope, c.head_dim, c.max_position_embeddings, positions, lengths)
+        return (*cos_sin, rope.query_scale(c.rope, positions)) if c.rope.query_scale_beta else cos_sin
+
+    def angles_of(self, layer: int, cos: Array, sin: Array, *query_scale: Array) -> tuple[Array, ...]:
+        """The angles of a layer: those of `angles`, or angles 0 without RoPE."""
+        return (*(rope.unrotated(cos, sin) if layer in self.config.nope_layers else (cos, sin)), *query_scale)
 
     def logits(self, x: Float[Array, "B T D"], added: Float[Array, "B T D"] | None = None) -> Float[Array, "B T V"]:
         """Logits of the last hidden states: x, or x + added."""
         head = (self.embedding if self.head is None else self.head).get_value()
         y = linear(self.norm.add(x, added)[1], [head], dtype=accumulation_dtype(x.dtype))
+        y = y if self._config.logits_scaling == 1 else y / self._config.logits_scaling
         return lax.all_gather(y, self.axis, axis=y.ndim - 1, tiled=True) if self._is_part(head) else y
 
     def _is_part(self, table: Weight) -> bool:
@@ -369,20 +250,6 @@ class Llama(nnx.Module):
 
 def _name(key) -> str:
     return str(key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.name)
-
-
-def _parameters(*linears: Linear) -> tuple[list[formats.Weight], list[Array]]:
-    """Weights and biases of linear layers with the same input, as `linear` takes them."""
-    return _weights(*linears), _biases(*linears)
-
-
-def _weights(*linears: Linear) -> list[formats.Weight]:
-    return [layer.weight.get_value() for layer in linears]
-
-
-def _biases(*linears: Linear) -> list[Array]:
-    """The biases of linear layers with the same input: all of them have one, or none has."""
-    return [layer.bias.get_value() for layer in linears if layer.bias is not None]
 
 
 def check_model(model: Any) -> None:

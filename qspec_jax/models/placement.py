@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from qspec_jax.models.block import Weight
 from qspec_jax.models.config import LlamaConfig
-from qspec_jax.models.llama import Llama, Weight
+from qspec_jax.models.llama import Llama
 from qspec_jax.models.sharding import MODEL, kv_copies, normal, repeated, weight_sharding
 
 
@@ -69,7 +70,7 @@ class Placement:
         return jax.device_put(whole, weight_sharding(path, whole.shape, self.mesh))
 
     def _is_repeated(self, path: str) -> bool:
-        return self.copies > 1 and not {"k_proj", "v_proj"}.isdisjoint(path.split("."))
+        return self.copies > 1 and not {"k_proj", "v_proj", "k_width_norm"}.isdisjoint(path.split("."))
 
 
 _repeated = jax.jit(repeated, static_argnums=(1, 2))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from qspec_jax.models.config import RopeConfig
+from qspec_jax.models.rope_config import RopeConfig
 
 
 def cos_sin(
@@ -18,10 +18,35 @@ def cos_sin(
 ) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
     """Cosine and sine, float32, of each token's angles (half: head_dim / 2), times the type's attention factor.
 
+    Channels are paired as `channel_order` orders them; the angles of pairs that are not rotated are 0.
+
     lengths: the length of each token's sequence, for the types whose frequencies depend on it.
     """
-    angles = positions[..., None].astype(jnp.float32) * _inverse_frequencies(rope, head_dim, max_positions, lengths)
-    return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+    rotated = rope.rotary_dim(head_dim)
+    angles = positions[..., None].astype(jnp.float32) * _inverse_frequencies(rope, rotated, max_positions, lengths)
+    cos, sin = jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+    if rotated == head_dim:
+        return cos, sin
+    others = (*angles.shape[:-1], (head_dim - rotated) // 2)
+    return jnp.concatenate([cos, jnp.ones(others, cos.dtype)], -1), jnp.concatenate([sin, jnp.zeros(others, sin.dtype)], -1)
+
+
+def channel_order(rope: RopeConfig, head_dim: int) -> np.ndarray | None:
+    """The order of a head's channels in which channel i of the first half and channel i of the second are a pair; None if it is theirs.
+
+    Queries and keys in this order have the products that they have in the checkpoint's order.
+    """
+    rotated = rope.rotary_dim(head_dim)
+    if rotated == head_dim and not rope.interleaved:
+        return None
+    channels, others = np.arange(rotated), np.arange(rotated, head_dim)
+    first, second = (channels[::2], channels[1::2]) if rope.interleaved else np.split(channels, 2)
+    return np.concatenate([first, others[: len(others) // 2], second, others[len(others) // 2 :]])
+
+
+def query_scale(rope: RopeConfig, positions: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    """The number by which queries at these positions are multiplied, in float32; see `RopeConfig.query_scale_beta`."""
+    return 1 + rope.query_scale_beta * jnp.log1p((positions // rope.original_max_position_embeddings).astype(jnp.float32))
 
 
 def unrotated(cos: Float[Array, "*b half"], sin: Float[Array, "*b half"]) -> tuple[Float[Array, "*b half"], Float[Array, "*b half"]]:
@@ -30,7 +55,10 @@ def unrotated(cos: Float[Array, "*b half"], sin: Float[Array, "*b half"]) -> tup
 
 
 def _inverse_frequencies(rope: RopeConfig, head_dim: int, max_positions: int, lengths: Array) -> Array | np.ndarray:
-    """The angle per position of each pair of channels, in radians, [half], or [B, T, half] if it depends on the lengths."""
+    """The angle per position of each pair of channels, in radians, [half], or [B, T, half] if it depends on the lengths.
+
+    head_dim: the number of channels that are rotated.
+    """
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     periods = np.float32(rope.rope_theta) ** exponents
     plain = 1.0 / periods

@@ -19,13 +19,16 @@ from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 
 MODEL = "model"  # the axis of a mesh over which a model is divided
-# Names of the axes of each weight [out, in], by the part of its path that identifies it; norms are whole on every device.
+# Names of the axes of each weight [out, in], by the part of its path that identifies it, and of norms over all
+# heads; other norms are whole on every device.
 AXES: dict[str, tuple[str | None, str | None]] = {
     "embedding": ("vocab", None),
     "head": ("vocab", None),
     "q_proj": ("heads", None),
     "k_proj": ("kv_heads", None),
     "v_proj": ("kv_heads", None),
+    "q_width_norm": ("heads", None),
+    "k_width_norm": ("kv_heads", None),
     "o_proj": (None, "heads"),
     "gate_proj": ("ff", None),
     "up_proj": ("ff", None),

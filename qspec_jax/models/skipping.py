@@ -70,7 +70,10 @@ class Skipped:
 
     def weights(self, paths: Sequence[str]) -> set[str]:
         """The weights of a model, by their paths (`Llama.weights`), that a pass does not read."""
-        attention = ("input_norm", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "o_proj")
+        attention = (
+            *("input_norm", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "q_width_norm", "k_width_norm"),
+            *("o_proj", "attention_output_norm"),
+        )
 
         def left_out(path: str) -> bool:
             parts = path.split(".")
@@ -125,7 +128,7 @@ class SkippingModel(_Incomplete):
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: AttendingCache
     ) -> tuple[Float[Array, "B T V"], AttendingCache]:
         model, skipped, layers = self.model, self.skipped, list(cache.layers)
-        x, (cos, sin) = model.embed(tokens), model.cos_sin(positions, positions + 1)
+        x, angles = model.embed(tokens), model.angles(positions, positions + 1)
         kept = [i for i in range(len(layers)) if i not in skipped.attention & skipped.mlp]
         # One kernel does everything between two attentions if nothing is skipped there. qkv: for the next layer, None if not computed yet;
         # added: the final layer's MLP output, not yet added to x; carry: the kernel's handoff, valid between consecutive calls alone.
@@ -135,10 +138,10 @@ class SkippingModel(_Incomplete):
         for i, following in zip(kept, [*kept[1:], None]):
             block = model.layers[i]
             if i in skipped.attention:
-                x += block.down_proj(block.mlp_hidden(block.post_attention_norm(x)))
+                x += block.mlp(block.mlp_input(x))
                 continue
-            qkv = block.qkv(block.input_norm(x)) if qkv is None else qkv
-            attended, layers[i], _ = reading.attend(i, qkv, *model.angles_of(i, cos, sin), view=views[i])
+            qkv = block.qkv(block.attention_input(x)) if qkv is None else qkv
+            attended, layers[i], _ = reading.attend(i, *block.for_attention(qkv, *model.angles_of(i, *angles)), view=views[i])
             qkv = None
             if i in skipped.mlp:
                 x, carry = block.add_attention(x, attended)[0], None
@@ -174,11 +177,11 @@ class MaskedSkippingModel(_Incomplete):
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: AttendingCache
     ) -> tuple[Float[Array, "B T V"], AttendingCache]:
         model, layers = self.model, list(cache.layers)
-        x, (cos, sin) = model.embed(tokens), model.cos_sin(positions, positions + 1)
+        x, angles = model.embed(tokens), model.angles(positions, positions + 1)
         reading = cache.for_pass(self.views)
         for i, block in enumerate(model.layers):
-            qkv = block.qkv(block.input_norm(x))
-            attended, layers[i], _ = reading.attend(i, qkv, *model.angles_of(i, cos, sin), view=self.views[i])
+            qkv = block.qkv(block.attention_input(x))
+            attended, layers[i], _ = reading.attend(i, *block.for_attention(qkv, *model.angles_of(i, *angles)), view=self.views[i])
             x = jnp.where(self.keep[i, 0], block.add_attention(x, attended)[0], x)
-            x = jnp.where(self.keep[i, 1], x + block.down_proj(block.mlp_hidden(block.post_attention_norm(x))), x)
+            x = jnp.where(self.keep[i, 1], x + block.mlp(block.mlp_input(x)), x)
         return model.logits(x), cache.advance(tuple(layers), tokens.shape[1])

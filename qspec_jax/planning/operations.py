@@ -55,14 +55,14 @@ class PassWork:
 
 
 def linear_shapes(config: LlamaConfig) -> list[tuple[int, int]]:
-    """Outputs and inputs of the matmuls of a layer, as they are launched: q, k and v; o; gate and up; down."""
+    """Outputs and inputs of the matmuls of a layer, as they are launched: q, k and v; o; gate, if there is one, and up; down."""
     c = config
     attended = c.num_heads * c.head_dim
     qkv = attended + 2 * c.num_kv_heads * c.head_dim
     return [
         (qkv, c.hidden_size),
         (c.hidden_size, attended),
-        (2 * c.intermediate_size, c.hidden_size),
+        ((1 + c.gated_mlp) * c.intermediate_size, c.hidden_size),
         (c.hidden_size, c.intermediate_size),
     ]
 

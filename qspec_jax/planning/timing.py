@@ -184,7 +184,8 @@ def _int4_layer(device: Device, config: LlamaConfig, rows: int) -> Cost:
         dequantized = 2 * REFERENCE_ITEM_BYTES * linear_parameters(config)
         return Cost((int4_bytes(config) + dequantized) / device.read_bytes_per_s, Counter(layer_rows=1))
     pieces = rows * math.ceil(config.hidden_size / FUSED_WIDTH)
-    fused = device.kernels == "mosaic_gpu" and rows <= FUSED_ROWS and pieces <= FUSED_PIECES and not (config.output_bias or config.mlp_bias)
+    fusable = config.is_fusable and not (config.output_bias or config.mlp_bias)
+    fused = fusable and device.kernels == "mosaic_gpu" and rows <= FUSED_ROWS and pieces <= FUSED_PIECES
     if not fused:
         cost = Cost(0.0, Counter(launch_small=4))  # two norms, RoPE, the gated activation
         for out, inputs in linear_shapes(config):

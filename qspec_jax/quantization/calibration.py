@@ -16,11 +16,12 @@ from tqdm import tqdm
 from pallas_kernels.formats.rounding import accumulation_dtype
 from pallas_kernels.formats.weights import Int4Weight
 from qspec_jax.errors import InputError
-from qspec_jax.models.llama import Block, Llama
+from qspec_jax.models.block import Block
+from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import attend_prompt, padded
 from qspec_jax.quantization.weights import quantize_weight
 
-# The linear layers that read each of a block's hidden states.
+# The linear layers that read each of a block's hidden states, in models that have them.
 READERS = {
     "attention": ("q_proj", "k_proj", "v_proj"),
     "attended": ("o_proj",),
@@ -46,24 +47,24 @@ def quantize_linears_for(model: Llama, texts: Sequence[Sequence[int]], *, progre
         raise InputError("calibration needs texts with at least one token each")
     tokens, n = padded(rows)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    cos, sin = model.cos_sin(positions, jnp.broadcast_to(n[:, None], tokens.shape))
+    angles = model.angles(positions, jnp.broadcast_to(n[:, None], tokens.shape))
     valid = positions < n[:, None]
     x = model.embed(tokens)
     weights = model.weights()
     hide = None if progress is None else not progress
     for i, block in enumerate(tqdm(model.layers, desc="calibrate the draft", unit="layer", leave=False, disable=hide)):
-        x, moments = _block(block, x, *model.angles_of(i, cos, sin), valid)
+        x, moments = _block(block, x, model.angles_of(i, *angles), valid)
         if not all(bool(jnp.isfinite(m).all()) for m in moments.values()):
             raise InputError(f"calibration: layer {i} has activations that are not finite; use a wider dtype or do not calibrate")
         for source, names in READERS.items():
-            paths = [f"layers.{i}.{name}.weight" for name in names]
+            paths = [path for name in names if (path := f"layers.{i}.{name}.weight") in weights]
             weights |= zip(paths, _quantized([weights[path] for path in paths], moments[source]))
     return model.with_weights(weights)
 
 
 @jax.jit
 def _block(
-    block: Block, x: Float[Array, "B S D"], cos: Array, sin: Array, valid: Bool[Array, "B S"]
+    block: Block, x: Float[Array, "B S D"], angles: tuple[Array, ...], valid: Bool[Array, "B S"]
 ) -> tuple[Float[Array, "B S D"], dict[str, Array]]:
     """A block's output, and for each hidden state h that its linear layers read, the second moments: h h^T summed over valid tokens."""
 
@@ -71,12 +72,11 @@ def _block(
         h = jnp.where(valid[..., None], h, 0).astype(accumulation_dtype(h.dtype))
         return jnp.einsum("bsi,bsj->ij", h, h, precision=lax.Precision.HIGHEST)
 
-    q, k, v = block.before_attention(x, cos, sin)
+    q, k, v = block.before_attention(x, *angles)
     attended = attend_prompt(q, k, v)
-    found = {"attention": moments(block.input_norm(x)), "attended": moments(attended.reshape(*attended.shape[:2], -1))}
+    found = {"attention": moments(block.attention_input(x)), "attended": moments(attended.reshape(*attended.shape[:2], -1))}
     x, h = block.add_attention(x, attended)
-    hidden = block.mlp_hidden(h)
-    return x + block.down_proj(hidden), found | {"mlp": moments(h), "mlp_hidden": moments(hidden)}
+    return x + block.mlp(h), found | {"mlp": moments(h), "mlp_hidden": moments(block.mlp_hidden(h))}
 
 
 def _quantized(weights: Sequence[Array], moments: Float[Array, "in in"]) -> list[Int4Weight]:

@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.formats.weights import Int4Weight
+from qspec_jax.models.block import Weight
 from qspec_jax.models.config import LlamaConfig
-from qspec_jax.models.llama import Llama, Weight
+from qspec_jax.models.llama import Llama
 from qspec_jax.quantization.weights import is_linear, weight_group_size
 
 
