@@ -254,10 +254,10 @@ NO_CHECKPOINT = [
     (_only("training_args.bin"), ("model.safetensors: missing",)),
     (_renamed("base_model.model.{}".format), ("adapter of PEFT", "base_model.model.", "merge it")),
     (_renamed(lambda name: name.replace("q_proj.weight", "q_proj.base_layer.weight")), ("adapter of PEFT", "base_layer")),
-    (_renamed(lambda name: name.replace("proj.weight", "proj.qweight")), ("quantized already", "qweight")),
-    (_renamed(lambda name: name.replace("up_proj.weight", "up_proj.weight_packed")), ("quantized already", "weight_packed")),
-    (_renamed(lambda name: name.replace("v_proj.weight", "v_proj.SCB")), ("quantized already", "v_proj.SCB")),
-    (_renamed(str, "int8"), ("quantized already", "proj.weight")),
+    (_renamed(lambda name: name.replace("proj.weight", "proj.qweight")), ("quantized", "quantization_config", "qweight")),
+    (_renamed(lambda name: name.replace("up_proj.weight", "up_proj.weight_packed")), ("quantized", "quantization_config", "weight_packed")),
+    (_renamed(lambda name: name.replace("v_proj.weight", "v_proj.SCB")), ("quantized", "quantization_config", "v_proj.SCB")),
+    (_renamed(str, "int8"), ("quantized", "quantization_config", "proj.weight")),
 ]
 
 

@@ -266,7 +266,6 @@ def test_max_length(settings, longest):
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"architectures": "LlamaForCausalLM"}, "(none)"),
         ({"architectures": [["LlamaForCausalLM"]]}, "(none)"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"hidden_size": 64.5}, "hidden_size is 64.5"),
@@ -301,9 +300,6 @@ def test_max_length(settings, longest):
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is a mixture of experts"),
         ({"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM is a mixture of experts"),
         ({"num_local_experts": 8}, "LlamaForCausalLM is a mixture of experts"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized already (quantization_config, gptq)"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantized already (quantization_config, awq)"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantized already (quantization_config, fp8)"),
     ],
 )
 def test_refused(change, named):

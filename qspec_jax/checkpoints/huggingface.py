@@ -1,42 +1,37 @@
 """Hugging Face directories: their config, their safetensors files and the tensors in these."""
 
 import dataclasses
-import json
 import logging
-import math
 import re
 from collections.abc import Set
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from qspec_jax.checkpoints import converted
 from qspec_jax.checkpoints.hub import local
 from qspec_jax.checkpoints.other_formats import MERGE, describe_folder, is_of_an_adapter
+from qspec_jax.checkpoints.quantized.formats import KEY, quantized_format
+from qspec_jax.checkpoints.quantized.tensor import Parts, QuantizedTensor
+from qspec_jax.checkpoints.safetensors_file import FLOAT_NAMES, FLOATS, Tensor, read_header
 from qspec_jax.checkpoints.small_files import small_file
 from qspec_jax.checkpoints.source import WeightSource
 from qspec_jax.checkpoints.tensor_names import BASE, canonical, places, table, tensor_shapes
 from qspec_jax.checkpoints.weight_files import INDEX, WHOLE, WeightFiles, weight_files
-from qspec_jax.errors import InputError, listed, one_line, reading, warn_once
-from qspec_jax.files import read_json, refuse_pointer
-from qspec_jax.models.config import LlamaConfig, eos_token_ids, quantized_already, stated_dtype
+from qspec_jax.errors import InputError, listed, reading, warn_once
+from qspec_jax.files import read_json
+from qspec_jax.models.config import LlamaConfig, eos_token_ids, stated_dtype
 from qspec_jax.models.families import WRAPPERS
 
 log = logging.getLogger(__name__)
 
 # Buffers of old checkpoints, which are computed here.
 _IGNORED = re.compile(r"((.*\.)?rotary_emb\.inv_freq|.*\.masked_bias|.*\.attn\.bias)$")
-# Tensors that GPTQ, AWQ, compressed-tensors, bitsandbytes, FP8 checkpoints and MLX have beside or instead of a weight.
+# Tensors that quantized checkpoints of several formats have, besides a weight or alone.
 _OF_QUANTIZATION = re.compile(
     r".*\.(qweight|qzeros|g_idx|weight_packed|weight_shape|weight_scale(_inv|_2)?|weight_zero_point|input_scale|SCB|weight_format|scales|biases"
     r"|weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..*))$"
 )
-_CODES = ("I8", "U8", "I16", "U16", "I32", "U32")  # dtypes of packed weights, besides F8_E4M3 and the like
-_FLOATS = {"F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32, "F64": np.float64}
-_NAMES = {kind: np.dtype(dtype).name for kind, dtype in _FLOATS.items()}
-_COMPARED = 1 << 24  # numbers compared at a time
 
 
 def load_config(directory: str | Path, *, dtype: str | None = None) -> LlamaConfig:
@@ -47,7 +42,7 @@ def load_config(directory: str | Path, *, dtype: str | None = None) -> LlamaConf
         dtype: the weights' dtype if config.json has none; None: the dtype of the tensors, or float32 if there are none.
 
     Raises:
-        InputError: for a directory without a config, and as `LlamaConfig.from_hf` does.
+        InputError: for a directory without a config, as `LlamaConfig.from_hf` does, and for quantized weights in an unknown format.
     """
     directory = local(directory)
     path = directory / "config.json"
@@ -61,6 +56,7 @@ def load_config(directory: str | Path, *, dtype: str | None = None) -> LlamaConf
         )
     raw = read_json(path)
     config = LlamaConfig.from_hf(raw, source=str(path), dtype=dtype or "float32")
+    quantized_format(directory, raw)
     if dtype is None and stated_dtype(raw) is None:
         config = dataclasses.replace(config, dtype=_dtype_of_tensors(directory, config.dtype))
     if config.wrapper is not None and config.tie_word_embeddings and _has_head(directory):
@@ -75,12 +71,12 @@ def load_config(directory: str | Path, *, dtype: str | None = None) -> LlamaConf
 def _dtype_of_tensors(directory: Path, default: str) -> str:
     """The dtype of a directory's weights as transformers finds it: that of their index, or of the first tensor of floats."""
     files = weight_files(directory)
-    if files.dtype and (stated := files.dtype.removeprefix("torch.")) in _NAMES.values():
+    if files.dtype and (stated := files.dtype.removeprefix("torch.")) in FLOAT_NAMES.values():
         return stated
     if not (directory / files.names[0]).is_file():
         return default
     tensors = read_header(directory / files.names[0])
-    return next((_NAMES[tensors[name].dtype] for name in sorted(tensors) if tensors[name].dtype in _FLOATS), default)
+    return next((FLOAT_NAMES[tensors[name].dtype] for name in sorted(tensors) if tensors[name].dtype in FLOATS), default)
 
 
 def _has_head(directory: Path) -> bool:
@@ -93,44 +89,6 @@ def _has_head(directory: Path) -> bool:
     return any(name.endswith("lm_head.weight") for name in names)
 
 
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-    """A tensor in a safetensors file, whose first byte is at `start`."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-
-    def read(self, first: int = 0, rows: int | None = None, memory: np.ndarray | None = None) -> np.ndarray:
-        """Rows of the tensor, copied, since the pages of a mapped file would count as memory in use.
-
-        Args:
-            first: the first row.
-            rows: the number of rows; None: all.
-            memory: bytes to read into; None: new memory.
-
-        Raises:
-            InputError: if the file cannot be read, or is shorter than when it was opened.
-        """
-        shape, dtype = self.shape if rows is None else (rows, *self.shape[1:]), _FLOATS[self.dtype]
-        array = np.empty(shape, dtype) if memory is None else memory.view(dtype).reshape(shape)
-        with reading(self.file), self.file.open("rb") as file:
-            file.seek(self.start + first * math.prod(self.shape[1:]) * array.itemsize)
-            count = file.readinto(array.reshape(-1).view(np.uint8))
-        if count != array.nbytes:
-            raise InputError(f"{self.file}: is shorter than when it was opened; it must not change while it is read")
-        return array
-
-    def equals(self, other: "Tensor") -> bool:
-        """Whether two tensors have the same bits; they are read a part at a time."""
-        if (self.dtype, self.shape) != (other.dtype, other.shape):
-            return False
-        rows = max(1, _COMPARED // max(1, math.prod(self.shape[1:])))
-        parts = [(i, min(rows, self.shape[0] - i)) for i in range(0, self.shape[0], rows)] if self.shape else [(0, None)]
-        return all(self.read(*part).tobytes() == other.read(*part).tobytes() for part in parts)
-
-
 class Source(WeightSource):
     """A Hugging Face directory with all tensors of its model in the right shapes, which are read one at a time.
 
@@ -141,8 +99,9 @@ class Source(WeightSource):
     def __init__(self, directory: str | Path):
         self.directory = local(directory)
         self.config = load_config(self.directory)
-        self.tensors: dict[str, Tensor] = {}
-        self.twice: list[tuple[str, Tensor, Tensor]] = []
+        self.format = quantized_format(self.directory, read_json(self.directory / "config.json"))
+        self.tensors: dict[str, Tensor | QuantizedTensor] = {}
+        self.twice: list[tuple[str, Tensor | QuantizedTensor, Tensor | QuantizedTensor]] = []
         self._names_in: dict[str, Set[str]] = {}
         self._is_base = False  # whether its tensors have names of a model without a head
         self.not_finite: set[str] = set()
@@ -154,21 +113,29 @@ class Source(WeightSource):
             )
         self.places = places(self.config)
         self._rename(tensor_shapes(self.config).keys() | {self.head})
+        self._find_quantized()
         self._check()
 
     def read(self, path: str, memory: np.ndarray | None = None) -> np.ndarray:
-        """The weight at a path of the model, as it is stored, read into `memory` of `read_bytes` bytes if that is given."""
+        """The weight at a path of the model, see `WeightSource`."""
         place = self.places[path]
         tensor = self.tensors[place.name]
         return tensor.read(memory=memory) if place.first is None else tensor.read(place.first, place.shape[0], memory)
 
     def read_bytes(self, path: str) -> int:
-        """Bytes that a weight takes as it is stored."""
+        """Bytes of the array that `read` returns."""
         place = self.places[path]
-        return place.size * np.dtype(_FLOATS[self.tensors[place.name].dtype]).itemsize
+        return place.size * np.dtype(FLOATS[self.tensors[place.name].dtype]).itemsize
 
     def check_contents(self) -> None:
-        """Raises InputError if the two copies of a tensor differ, or the head and the embedding that it is tied to."""
+        """Raises InputError for wrong contents.
+
+        They are two copies of a tensor that differ, a head that differs from the embedding that it is tied to, and tensors of quantized
+        weights that contradict config.json or each other.
+        """
+        for tensor in self.tensors.values():
+            if isinstance(tensor, QuantizedTensor):
+                tensor.check()
         for name, one, other in self.twice:
             if not one.equals(other):
                 where = f"both {one.file.name} and {other.file.name}" if one.file != other.file else f"{one.file.name} by two names"
@@ -229,7 +196,7 @@ class Source(WeightSource):
         Names differ if the model was saved without its head, or if only the head of two tied tensors is stored. `expected` has the names
         of the model's tensors and of its head.
         """
-        own = {name: canonical(name, expected) for name in self.tensors}
+        own = {name: self._own_name(name, expected) for name in self.tensors}
         renamed = sorted(name for name in own if own[name] != name)
         self._is_base = any(own[name] == BASE + name for name in renamed)
         for name in renamed:
@@ -243,7 +210,7 @@ class Source(WeightSource):
         free = {self.head, self.embedding} if self.config.tie_word_embeddings else set()
 
         def matters(name: str) -> bool:
-            return not self._is_left_out(name) and canonical(name, expected) not in free
+            return not self._is_left_out(name) and self._own_name(name, expected) not in free
 
         for file in self.files.names if self.files.index else ():
             index, found = self.directory / self.files.index, self._names_in[file]
@@ -252,6 +219,39 @@ class Source(WeightSource):
                 raise InputError(f"{index}: names tensors that {file} lacks: {listed(lost)}")
             if stray := sorted(filter(matters, found - self.files.weight_map.keys())):
                 raise InputError(f"{index}: has no entry for tensors of {file}: {listed(stray)}")
+
+    def _own_name(self, name: str, expected: Set[str]) -> str:
+        """The name of a tensor in a whole model, also of a part of a quantized weight, whose own name `expected` does not have."""
+        for suffix in (*self.format.suffixes, "bias") if self.format else ():
+            if name.endswith(f".{suffix}"):
+                weight = name.removesuffix(suffix) + "weight"
+                if name not in expected and (own := canonical(weight, expected)) in expected:
+                    return own.removesuffix("weight") + suffix
+        return canonical(name, expected)
+
+    def _find_quantized(self) -> None:
+        """Replaces the tensors of each quantized weight by the weight, and leaves out tensors that weights do not need."""
+        if self.format is None:
+            return
+        expected, unused = tensor_shapes(self.config), tuple(f".{suffix}" for suffix in self.format.unused)
+        for name, shape in (expected | {self.head: self.places["embedding"].shape}).items():
+            module = name.removesuffix(".weight")
+            found = {suffix: self.tensors.get(f"{module}.{suffix}") for suffix in self.format.suffixes}
+            parts: Parts = {suffix: tensor for suffix, tensor in found.items() if isinstance(tensor, Tensor)}
+            quantized = self.format.tensor(module, shape, parts) if module != name and len(shape) == 2 else None
+            if quantized is None:
+                continue
+            for suffix in quantized.parts:
+                del self.tensors[f"{module}.{suffix}"]
+            if name in self.tensors:
+                raise InputError(f"{quantized.file}: {module} has quantized weights, and {name} too; one of them is wrong")
+            self.tensors[name] = quantized
+            bias = self.tensors.get(f"{module}.bias")
+            # Some files have a bias of zeros for each quantized layer.
+            if bias is not None and f"{module}.bias" not in expected and bias.dtype in FLOATS and not bias.read().any():
+                del self.tensors[f"{module}.bias"]
+        for name in [name for name in self.tensors if unused and name.endswith(unused)]:
+            del self.tensors[name]
 
     def _check(self) -> None:
         """Raises one InputError for all wrong names, shapes and dtypes."""
@@ -263,9 +263,12 @@ class Source(WeightSource):
         if any(map(is_of_an_adapter, extra)):
             raise InputError(f"{self.directory}: its tensors are those of an adapter of PEFT, or not merged ({listed(extra, 2)}); {MERGE}")
         named = [name for name in extra if missing and _OF_QUANTIZATION.match(name)]
-        packed = [name for name in sorted(self.tensors) if name.endswith("_proj.weight") and _is_of_codes(self.tensors[name].dtype)]
-        if named or packed:
-            raise InputError(f"{self.directory}: {quantized_already(listed(named or packed, 2))}")
+        packed = [name for name in sorted(self.tensors) if name.endswith("_proj.weight") and self.tensors[name].dtype not in FLOATS]
+        if self.format is None and (named or packed):
+            raise InputError(
+                f"{self.directory}: the checkpoint is quantized ({listed(named or packed, 2)}), and its config.json has no {KEY}, "
+                "which says how; bring the config.json that belongs to it"
+            )
         wrong = []
         if missing:
             alone = " (config.json says that the embeddings are not tied)" if missing == [self.head] else ""
@@ -277,25 +280,10 @@ class Source(WeightSource):
             tensor = self.tensors[name]
             if tensor.shape != expected[name]:
                 wrong.append(f"{name} has shape {list(tensor.shape)}, config.json asks for {list(expected[name])}")
-            elif tensor.dtype not in _FLOATS:
-                wrong.append(f"{name} has dtype {tensor.dtype}, should be one of {', '.join(_FLOATS)}")
+            elif tensor.dtype not in FLOATS:
+                wrong.append(f"{name} has dtype {tensor.dtype}, should be one of {', '.join(FLOATS)}")
         if wrong:
             raise InputError(f"{self.directory}: the checkpoint does not fit its config: {'; '.join(wrong)}")
-
-
-def read_header(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file by their names; none is read. Raises InputError for any other or a truncated file."""
-    with reading(path), path.open("rb") as file:
-        refuse_pointer(path, file.read(64))
-    try:
-        with path.open("rb") as file, safe_open(path, framework="np"):  # safe_open checks the header
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size))
-    except (SafetensorError, OSError, ValueError) as error:
-        raise InputError(f"{path}: not a whole safetensors file ({one_line(error)})") from None
-    header.pop("__metadata__", None)
-    begin = 8 + size
-    return {key: Tensor(path, e["dtype"], tuple(e["shape"]), begin + e["data_offsets"][0]) for key, e in header.items()}
 
 
 def _why_missing(path: Path, directory: Path, files: WeightFiles) -> str:
@@ -306,7 +294,3 @@ def _why_missing(path: Path, directory: Path, files: WeightFiles) -> str:
         return f"; {files.index} names it: fetch it too"
     whole = f"a Hugging Face checkpoint has its weights in {WHOLE}, or in shards and {INDEX}"
     return f"; {describe_folder(directory) or whole}"
-
-
-def _is_of_codes(dtype: str) -> bool:
-    return dtype in _CODES or dtype.startswith(("F8_", "F6_", "F4"))

@@ -147,7 +147,7 @@ class _Reader(Values):
         text = raw["text_config"]
         if not isinstance(text, Mapping):
             raise self.error(f"text_config is {text!r}, should be an object")
-        outside = {key: raw[key] for key in ("quantization_config", "eos_token_id") if text.get(key) is None and key in raw}
+        outside = {"eos_token_id": raw["eos_token_id"]} if text.get("eos_token_id") is None and "eos_token_id" in raw else {}
         dtype = stated_dtype(raw) or stated_dtype(text)
         tied = wrapper.tied if raw.get("tie_word_embeddings") is None else raw["tie_word_embeddings"]
         model_type = {"model_type": wrapper.text_model_type} if text.get("model_type") is None else {}
@@ -170,9 +170,6 @@ class _Reader(Values):
 
     def llama(self) -> LlamaConfig:
         raw = self.raw
-        if raw.get("quantization_config"):
-            method = raw["quantization_config"].get("quant_method") if isinstance(raw["quantization_config"], Mapping) else None
-            raise self.error(quantized_already(f"quantization_config{f', {method}' if method else ''}"))
         known = ACTIVATION_NAMES[self.architecture.activation]
         if raw.get("hidden_act", known[0]) not in known:
             raise self.error(f"hidden_act {raw['hidden_act']} is not supported for {self.name}, only {known[0]}")
@@ -264,11 +261,6 @@ def stated_dtype(raw: Mapping[str, Any]) -> str | None:
     """The dtype that a config.json names, under its new key or its old one; None if it names none."""
     found = next((raw[key] for key in ("dtype", "torch_dtype") if raw.get(key) is not None), None)
     return None if found is None else str(found).removeprefix("torch.")
-
-
-def quantized_already(sign: str) -> str:
-    """The message that a checkpoint is quantized. sign: the evidence for that."""
-    return f"the checkpoint is quantized already ({sign}); give the unquantized one, which the draft is made from"
 
 
 def _family(architecture: str) -> str:
