@@ -14,6 +14,7 @@ from convert.placing import check_apart, written
 from qspec_jax.checkpoints import converted
 from qspec_jax.checkpoints.converted import TARGET, Manifest
 from qspec_jax.checkpoints.loading import config_and_manifest
+from qspec_jax.checkpoints.quantized.formats import without_quantization
 from qspec_jax.checkpoints.small_files import small_file, write_small_files
 from qspec_jax.checkpoints.tensor_names import Place, places
 from qspec_jax.errors import InputError, writing
@@ -79,7 +80,7 @@ def export(source: str | Path, directory: str | Path, *, progress: bool | None =
         write_small_files(unfinished, functools.partial(small_file, source))
         raw = read_json(source / "config.json")
         raw |= dict.fromkeys(raw.keys() & {"dtype", "torch_dtype"} or {"dtype"}, dtype)
-        write_json(unfinished / "config.json", raw)
+        write_json(unfinished / "config.json", without_quantization(raw))
     return ExportReport(str(source), str(directory), len(tensors), sum(path.stat().st_size for path in directory.iterdir()), files)
 
 

@@ -54,7 +54,7 @@ class ConversionReport:
         dtype: of its weights.
         draft_bits: 4, or 16 without a draft.
         tensors: number of weights.
-        bytes_read: of the weights in the source.
+        bytes_read: of the weights in the source, in float32 if they are dequantized.
         bytes_written: of all files in the directory.
     """
 

@@ -19,7 +19,7 @@ SMALL_FILES = (
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
 TEMPLATES = "additional_chat_templates/*.jinja"  # further chat templates, as transformers stores them
-_FETCHED = ("*.safetensors", "*.safetensors.index.json", *SMALL_FILES)
+_FETCHED = ("*.safetensors", "*.safetensors.index.json", "quantize_config.json", *SMALL_FILES)
 # Another layout of the same weights, and files in folders, unless an index names them.
 _NOT_FETCHED = ("consolidated*", "adapter*", "*/*")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")

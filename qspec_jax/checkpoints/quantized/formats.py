@@ -16,6 +16,7 @@ from qspec_jax.errors import InputError
 from qspec_jax.files import read_json
 
 KEY = "quantization_config"
+_INNER = "text_config"  # the settings of the text model of a multimodal one
 BESIDE = "quantize_config.json"  # settings of GPTQ; config.json has precedence
 _FORMATS: Mapping[str, tuple[str, Callable[[Settings], Format]]] = {
     "fp8": ("FP8", fp8_format),
@@ -24,6 +25,14 @@ _FORMATS: Mapping[str, tuple[str, Callable[[Settings], Format]]] = {
     "gptq": ("GPTQ", gptq_format),
     "bitsandbytes": ("bitsandbytes", bitsandbytes_format),
 }
+
+
+def without_quantization(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json without its settings of quantized weights."""
+    plain = {key: value for key, value in raw.items() if key != KEY}
+    if isinstance(inner := plain.get(_INNER), Mapping):
+        plain[_INNER] = {key: value for key, value in inner.items() if key != KEY}
+    return plain
 
 
 def quantized_format(directory: Path, raw: Mapping[str, Any]) -> Format | None:
@@ -40,7 +49,7 @@ def quantized_format(directory: Path, raw: Mapping[str, Any]) -> Format | None:
         InputError: for a format that is not supported.
     """
     config, beside = directory / "config.json", directory / BESIDE
-    inner = raw.get("text_config")
+    inner = raw.get(_INNER)
     given = raw.get(KEY) or (inner.get(KEY) if isinstance(inner, Mapping) else None)
     if not given and not beside.is_file():
         return None

@@ -27,5 +27,5 @@ def unpack(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def words_for(count: int, bits: int) -> int:
-    """The number of words that hold so many codes in a row."""
+    """The number of words that `count` codes take."""
     return -(-count * bits // WORD)
