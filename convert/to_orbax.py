@@ -79,7 +79,7 @@ def convert(
     """Converts a checkpoint to a directory that `qspec_jax.load` restores straight to devices.
 
     Args:
-        source: a Hugging Face directory, or ORG/NAME on the Hub.
+        source: a Hugging Face directory, ORG/NAME on the Hub, or a GGUF file or the folder of one.
         directory: to make.
         dtype: bfloat16 or float32; None: the checkpoint's own (float16 becomes bfloat16).
         draft_bits: 4 stores the draft's INT4 weights too, 16 does not.
@@ -93,7 +93,7 @@ def convert(
     if draft_bits not in (4, 16):
         raise InputError(f"draft bits {draft_bits} should be 4 or 16")
     folder = local(source, progress=progress)
-    origin = str(source) if folder == Path(source) else f"{str(source).partition('@')[0]}@{folder.name}"
+    origin = str(source) if Path(source).exists() else f"{str(source).partition('@')[0]}@{folder.name}"
     with writing(directory, RuntimeError):  # a name that is too long, a loop of links
         directory = Path(directory).resolve()
         if converted.is_converted(folder):

@@ -239,7 +239,7 @@ NO_CHECKPOINT = [
     (_only("adapter_model.bin"), ("model.safetensors: missing", "an adapter (adapter_model.bin)")),
     (_only("consolidated.00.pth", keep=NOTHING), ("config.json", "(consolidated) layout", "consolidated.00.pth")),
     (_only("consolidated-00001-of-00002.safetensors"), ("(consolidated) layout",)),
-    (_only("Model-Q4_K_M.GGUF", keep=NOTHING), ("config.json", "a model in GGUF", "Model-Q4_K_M.GGUF")),
+    (_only("Model-Q4_K_M.GGUF", keep=NOTHING), ("Model-Q4_K_M.GGUF: is not a GGUF file",)),
     (_only("sha256-0badcafe", b"GGUF\x03\0\0\0" + bytes(32)), ("model.safetensors: missing", "a model in GGUF", "sha256-0badcafe")),
     (_only("model-00002-of-00004.safetensors"), ("shards without the index", "model.safetensors.index.json")),
     (_only("model.fp16.safetensors"), ("safetensors under another name (model.fp16.safetensors)",)),
@@ -292,8 +292,8 @@ def test_links_that_lead_nowhere(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "named"),
     [
-        ("tiny.gguf", b"GGUF", "is a model in GGUF"),
-        ("blob", b"GGUF\x03\0\0\0", "is a model in GGUF"),
+        ("tiny.gguf", b"GGUF", "is not whole"),
+        ("blob", b"GGUF\x03\0\0\0", "is not whole"),
         ("model.safetensors", POINTER.encode(), "is a git-lfs pointer"),
         ("model.safetensors", bytes(16), "give the directory that it is in"),
         ("notes.txt", b"", "is a file; the directory"),

@@ -1,1 +1,1 @@
-"""Checkpoints: tensor names, Hugging Face directories and the Hub, converted directories."""
+"""Checkpoints: tensor names, Hugging Face directories and the Hub, GGUF files, converted directories."""

@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 
+from qspec_jax.checkpoints.gguf_file import gguf_in, is_gguf
 from qspec_jax.checkpoints.other_formats import describe_file
 from qspec_jax.checkpoints.weight_files import weight_files
 from qspec_jax.errors import InputError, one_line, reading, with_type
@@ -26,11 +27,14 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
 
 
 def local(checkpoint: str | Path, *, progress: bool | None = None) -> Path:
-    """The directory of a checkpoint.
+    """The directory of a checkpoint, or its GGUF file.
 
     Args:
-        checkpoint: a directory, or ORG/NAME or ORG/NAME@REVISION, which is fetched from the Hub.
+        checkpoint: a directory, a GGUF file, or ORG/NAME or ORG/NAME@REVISION, which is fetched from the Hub.
         progress: whether bars are shown; None: where standard error is a terminal.
+
+    Returns:
+        The directory; the GGUF file if one is given, or if a directory has one and no safetensors.
 
     Raises:
         InputError: if it is no directory and cannot be fetched.
@@ -40,6 +44,8 @@ def local(checkpoint: str | Path, *, progress: bool | None = None) -> Path:
     directory = Path(checkpoint)
     with reading(checkpoint):
         if directory.is_dir():
+            return gguf_in(directory) or directory
+        if is_gguf(directory):
             return directory
         if directory.exists():
             raise InputError(f"{checkpoint}: {describe_file(directory)}")

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from qspec_jax.checkpoints import converted
+from qspec_jax.checkpoints.gguf_file import is_gguf
+from qspec_jax.checkpoints.gguf_source import gguf_config
 from qspec_jax.checkpoints.hub import local
 from qspec_jax.checkpoints.other_formats import MERGE, describe_folder, is_of_an_adapter
 from qspec_jax.checkpoints.quantized.formats import KEY, quantized_format
@@ -38,13 +40,15 @@ def load_config(directory: str | Path, *, dtype: str | None = None) -> LlamaConf
     """The model's config, with the EOS ids of generation_config.json if that has them.
 
     Args:
-        directory: the checkpoint's directory, or its name on the Hub.
+        directory: the checkpoint's directory, its GGUF file, or its name on the Hub.
         dtype: the weights' dtype if config.json has none; None: the dtype of the tensors, or float32 if there are none.
 
     Raises:
         InputError: for a directory without a config, as `LlamaConfig.from_hf` does, and for quantized weights in an unknown format.
     """
     directory = local(directory)
+    if is_gguf(directory):
+        return gguf_config(directory)
     path = directory / "config.json"
     with reading(path):
         missing = not path.exists()

@@ -11,6 +11,8 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from qspec_jax.checkpoints import converted
+from qspec_jax.checkpoints.gguf_file import is_gguf
+from qspec_jax.checkpoints.gguf_source import GgufSource
 from qspec_jax.checkpoints.hub import local
 from qspec_jax.checkpoints.huggingface import Source, load_config
 from qspec_jax.checkpoints.source import WeightSource
@@ -29,7 +31,8 @@ def load_model(directory: str | Path, *, dtype: str | None = None, mesh: Mesh | 
     """Loads a model, a tensor at a time.
 
     Args:
-        directory: a Hugging Face directory (config.json and safetensors), ORG/NAME on the Hub, or a converted directory.
+        directory: a Hugging Face directory (config.json and safetensors), ORG/NAME on the Hub, a GGUF file or the folder of one, or a
+            converted directory.
         dtype: bfloat16, float32 or float64; None: the checkpoint's own (float16 becomes bfloat16).
         mesh: devices to divide the model over, with one axis, "model" (see `models.sharding`); None: the default device.
         progress: whether a bar is shown; None: where standard error is a terminal.
@@ -49,12 +52,13 @@ def open_source(checkpoint: str | Path) -> WeightSource:
     """Opens an unconverted checkpoint; its headers alone are read.
 
     Args:
-        checkpoint: a Hugging Face directory, or its name on the Hub.
+        checkpoint: a Hugging Face directory, its name on the Hub, or a GGUF file.
 
     Raises:
         InputError: for a directory without a checkpoint, and for missing, unexpected or misshapen tensors.
     """
-    return Source(checkpoint)
+    path = local(checkpoint)
+    return GgufSource(path) if is_gguf(path) else Source(path)
 
 
 def _load_source(directory: Path, dtype: str | None, mesh: Mesh | None, progress: bool | None) -> Llama:

@@ -57,10 +57,7 @@ def describe_folder(directory: Path) -> str:
 
 def describe_file(path: Path) -> str:
     """A part of a sentence on a file given as a checkpoint's directory: what it is, and what to give."""
-    begins = _first_bytes(path)
-    if begins.startswith(_GGUF) or path.suffix.lower() == ".gguf":
-        return f"is a model in GGUF (llama.cpp), which is not read; {_INSTEAD}"
-    if is_pointer(begins):
+    if is_pointer(_first_bytes(path)):
         return IS_POINTER
     if path.suffix == ".safetensors":
         return "is a file of weights; give the directory that it is in, with config.json and the tokenizer's files"
@@ -86,8 +83,8 @@ def _adapter(directory: Path) -> str:
 
 def _gguf(directory: Path) -> str:
     beside = itertools.islice((path for path in sorted(directory.iterdir()) if path.is_file()), _MAX_OPENED)
-    names = [path.name for path in beside if path.suffix.lower() == ".gguf" or _first_bytes(path).startswith(_GGUF)]
-    return f"it holds a model in GGUF (llama.cpp), which is not read ({listed(names, _MAX_NAMES)}); {_INSTEAD}" if names else ""
+    names = [path.name for path in beside if _first_bytes(path).startswith(_GGUF)]
+    return f"it holds a model in GGUF ({listed(names, _MAX_NAMES)}); give the file" if names else ""
 
 
 def _of_the_hub(directory: Path) -> str:

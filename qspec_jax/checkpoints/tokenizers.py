@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from qspec_jax.checkpoints.gguf_file import is_gguf
+from qspec_jax.checkpoints.gguf_source import gguf_tokenizer_files
+from qspec_jax.checkpoints.gguf_tokenizer import TOKENS, has_gguf_tokenizer
 from qspec_jax.checkpoints.hub import TEMPLATES, local
 from qspec_jax.errors import InputError, reading, with_type
 from qspec_jax.files import read_json, refuse_pointer
@@ -32,12 +35,14 @@ def load_tokenizer(directory: str | Path):
     """Loads the directory's tokenizer (a transformers fast tokenizer), with exactly the token ids of its tokenizer.json.
 
     Args:
-        directory: a checkpoint's directory, or ORG/NAME on the Hub.
+        directory: a checkpoint's directory, its GGUF file, or ORG/NAME on the Hub.
 
     Raises:
         InputError: if there is no tokenizer that can be read.
     """
     directory = local(directory)
+    if is_gguf(directory):
+        return _of_gguf(directory)
     found = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()]
     if not found:
         raise InputError(f"{directory}: no tokenizer in it; one of {', '.join(TOKENIZER_FILES)} is needed")
@@ -68,8 +73,8 @@ def load_tokenizer(directory: str | Path):
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether a checkpoint's directory has files of a tokenizer, readable or not."""
-    return any((directory / name).is_file() for name in TOKENIZER_FILES)
+    """Whether a checkpoint's directory, or its GGUF file, has a tokenizer, readable or not."""
+    return has_gguf_tokenizer(directory) if is_gguf(directory) else any((directory / name).is_file() for name in TOKENIZER_FILES)
 
 
 def tokenizer_problem(directory: str | Path) -> str | None:
@@ -125,10 +130,10 @@ def check_same_tokens(draft: str | Path, target: str | Path) -> None:
     Tokens that were added to a vocabulary, special ones among them, may have other names. Checkpoints without a tokenizer pass.
     """
     directories = [local(draft), local(target)]
-    files = [[path for name in TOKENIZER_FILES if (path := directory / name).is_file()] for directory in directories]
-    if directories[0].samefile(directories[1]) or not all(files):
+    if directories[0].samefile(directories[1]) or not all(map(has_tokenizer, directories)):
         return
-    if all(path.name == TOKENIZER_JSON for path, *_ in files) and files[0][0].read_bytes() == files[1][0].read_bytes():
+    files = [directory / TOKENIZER_JSON for directory in directories]
+    if all(path.is_file() for path in files) and files[0].read_bytes() == files[1].read_bytes():
         return
     tokenizers = [load_tokenizer(directory) for directory in directories]
     added = {token for tokenizer in tokenizers for token in tokenizer.get_added_vocab()}
@@ -138,6 +143,19 @@ def check_same_tokens(draft: str | Path, target: str | Path) -> None:
             f"{draft}: token {other[0]} is {own[other[0]]!r} in its vocabulary and {wanted[other[0]]!r} in that of {target}; a draft needs "
             "the target's vocabulary"
         )
+
+
+def _of_gguf(path: Path) -> Any:
+    """The tokenizer of a GGUF file."""
+    files = gguf_tokenizer_files(path)
+    if not files:
+        raise InputError(f"{path}: no tokenizer in it; its metadata should have {TOKENS}")
+    with tempfile.TemporaryDirectory(prefix="qspec-") as folder:
+        for name, content in files.items():
+            Path(folder, name).write_bytes(content)
+        tokenizer = load_tokenizer(folder)
+    tokenizer.name_or_path = str(path)
+    return tokenizer
 
 
 def _loaded(folder: Path, config: dict[str, Any]):

@@ -14,7 +14,7 @@ from qspec_jax.cli.options import Json
 from qspec_jax.files import to_json
 
 conversions = typer.Typer()
-SOURCE = "Checkpoint directory in Hugging Face format, or ORG/NAME (or ORG/NAME@REVISION) on the Hub."
+SOURCE = "Checkpoint directory in Hugging Face format, GGUF file, or ORG/NAME (or ORG/NAME@REVISION) on the Hub."
 
 
 class ConvertedDtype(enum.StrEnum):

@@ -32,7 +32,8 @@ IMPLEMENTATIONS = {
 
 def doctor(
     model: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Checkpoint directory, or ORG/NAME on the Hub: the embedded model, if not given.")
+        str | None,
+        typer.Option(metavar="DIR", help="Checkpoint directory, GGUF file, or ORG/NAME on the Hub: the embedded model, if not given."),
     ] = None,
     arch: Annotated[str | None, typer.Option(help="A known shape instead of a checkpoint, see `qspec plan`.")] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens of the prompt that should fit.")] = 4096,

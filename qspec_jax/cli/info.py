@@ -14,7 +14,9 @@ from qspec_jax.files import to_json
 
 
 def info(
-    directory: Annotated[str, typer.Argument(help="Checkpoint directory, in Hugging Face format or converted; or ORG/NAME on the Hub.")],
+    directory: Annotated[
+        str, typer.Argument(help="Checkpoint directory (Hugging Face's or converted), GGUF file, or ORG/NAME on the Hub.")
+    ],
     context: Annotated[int | None, typer.Option(help="Tokens to size the cache for: the model's longest sequence, if not given.")] = None,
     group_size: GroupSize = None,
     as_json: Json = False,

@@ -142,7 +142,8 @@ SeedOfSampling = Annotated[
 ]
 # Checkpoints are texts, so that messages show them as they are given: a Path of ./x shows x.
 ModelDirectory = Annotated[
-    str, typer.Option("--model", metavar="DIR", help="Checkpoint directory, in Hugging Face format or converted; or ORG/NAME on the Hub.")
+    str,
+    typer.Option("--model", metavar="DIR", help="Checkpoint directory (Hugging Face's or converted), GGUF file, or ORG/NAME on the Hub."),
 ]
 DtypeOption = Annotated[Dtype | None, typer.Option("--dtype", help="As stored, if not given. float64 is for exactness checks on a CPU.")]
 Devices = Annotated[

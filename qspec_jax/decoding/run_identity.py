@@ -8,6 +8,7 @@ from typing import Any
 
 from qspec_jax.checkpoints import hub
 from qspec_jax.checkpoints.converted import MANIFEST, is_converted, stored_files
+from qspec_jax.checkpoints.gguf_file import is_gguf, shards
 from qspec_jax.checkpoints.weight_files import WeightFiles, weight_files
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.journal import REVISION, run_hashes
@@ -71,6 +72,8 @@ def run_identity(
 def of_checkpoint(directory: Path) -> list[bytes]:
     """What results depend on of a checkpoint: the contents of its small files; of its weights, which are too large to be read for this, the
     names, sizes and times of files."""
+    if is_gguf(directory):
+        return [repr([(path.name, *_state(path)) for path in shards(directory)]).encode()]
     if is_converted(directory):
         listed, names = {directory / MANIFEST}, sorted(stored_files(directory))
     else:

@@ -41,7 +41,7 @@ def int4_model(
     if calibration is not None:
         return quantize_linears_for(model, calibration, progress=progress)
     directory = model.origin.directory
-    if directory is not None and not directory.is_dir():
+    if directory is not None and not directory.exists():
         raise InputError(f"{directory}: no such directory, where the model was loaded from")
     found = None if directory is None else stored_int4(directory, model)
     return quantize_linears(model) if found is None else found
