@@ -396,6 +396,28 @@ def test_threads_take_turns(model):
         assert list(threads.map(ask, range(24))) == alone * 6
 
 
+def test_a_pool_whose_arrays_a_program_has_is_not_lost(model):
+    """Another thread's state waits for it, and does not make a pool of its own."""
+    settings = config(model)
+    state = prefill(model, TEXT[:40], config=settings, room=60)
+    pool = state.reader.pool
+
+    def read():
+        with jax.enable_x64(True):
+            return prefill(model, TEXT[:40], config=settings, room=60)
+
+    with ThreadPoolExecutor(1) as other:
+        with pool.lock:
+            kept, pool.groups = pool.groups, jax.tree.map(jnp.copy, pool.groups)
+            for leaf in jax.tree.leaves(pool.groups):
+                leaf.delete()
+            reading = other.submit(read)
+            with pytest.raises(TimeoutError):
+                reading.result(timeout=0.5)
+            pool.groups = kept
+        assert reading.result(timeout=60).reader.pool is pool
+
+
 def test_a_pool_that_grows_while_a_stream_waits(model):
     """What others read between two pieces changes nothing."""
     settings = config(model, "quantspec", max_new_tokens=24)

@@ -42,8 +42,8 @@ class Schedule:
             return jnp.full_like(lengths.buffered, jnp.iinfo(jnp.int32).max)
         return 2 * self.flush_size - 1 - lengths.buffered
 
-    def room(self, n: int) -> int | float:
-        """How many tokens a row of n tokens may append before it is to be flushed."""
+    def until_flush(self, n: int) -> int | float:
+        """How many tokens a row of n tokens may append until it is to be flushed."""
         return math.inf if self.flush_size is None else 2 * self.flush_size - (n - self.quantized_length(n))
 
     def due(self, lengths: Lengths) -> Bool[Array, "B"]:

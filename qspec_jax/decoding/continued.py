@@ -39,7 +39,7 @@ class Continued:
         if longest > room.text or longest + new > room.capacity:
             text = bucket(longest + new)
             larger = dataclasses.replace(room, text=text, capacity=text + room.capacity - room.text)
-            grown = {id(state): with_room(state, larger) for state in states}
+            grown = {id(state): with_room(state, larger, on_compile) for state in states}
             states = [grown[id(state)] for state in states]
         self._before, self.states = tuple(states), [None] * len(states)
         self._texts = [np.array(text, np.int32) for text in texts]
@@ -76,7 +76,7 @@ class Continued:
             return self._rows.lent(state.cache).num_bytes
 
     def lent(self, state: DecodeState) -> DecodeState:
-        """The state with the groups of the pool, for a program that may consume it."""
+        """The state with the groups of the pool, for a program that may consume it; before the first round a copy of borrowed arrays."""
         if self._rows.borrowed:  # before the first round
             self._rows.own()
             state = dataclasses.replace(state, cache=self._rows.cache, draft=self._rows.draft)

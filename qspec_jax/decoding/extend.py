@@ -65,8 +65,8 @@ def _passed(
     width: int,
     scores: bool,
 ) -> tuple[Extended, tuple[Float[Array, "B W"], Bool[Array, "B W"]] | None]:
-    """Rows that have read on by one pass, as `tokens_of_pass` says; those that have read all of their tokens stay. Rows that are due then
-    are to be flushed.
+    """Rows that have read on by one pass, as `tokens_of_pass` says; those that have read all of their tokens stay. The caller
+    flushes rows that are due then.
 
     Args:
         target: the model that reads.
@@ -123,13 +123,13 @@ def _begun_again(
     *,
     room: Room,
 ) -> Any:
-    """The state of a draft whose rows have read their first end[b] tokens, of which it has seen unchanged[b]. num_queries: see `State`."""
+    """See `Draft.begin_again`. end: the number of tokens that each row has read. num_queries: see `State`."""
     prompt = Prompt(text, end, cache, queries, num_queries=num_queries, capacity=room.capacity, gamma=room.gamma)
     return draft.begin_again(state, prompt, unchanged)
 
 
-# Programs without a loop or a condition, for which the host would wait before it goes on: it knows how many passes there are, and after
-# which of them rows are due.
+# A pass has no loop and no condition, for which the host would wait before it goes on: it knows how many passes there are, and after which
+# of them rows are due.
 PASS = Compiled(_passed, passes=True, static_argnames=("width", "scores"), donate_argnames=("rows",))
 FLUSH = Compiled(_flushed, passes=True, donate_argnames=("cache",))
 BEGIN_AGAIN = Compiled(_begun_again, passes=True, static_argnames=("room",), donate_argnames=("state",))
@@ -137,4 +137,4 @@ BEGIN_AGAIN = Compiled(_begun_again, passes=True, static_argnames=("room",), don
 
 def tokens_of_pass(schedule: Schedule, n: int, end: int, width: int) -> int:
     """How many tokens a row of n tokens reads in its next pass on the way to `end` tokens: up to where it is to be flushed."""
-    return min(end - n, schedule.room(n), width)
+    return min(end - n, schedule.until_flush(n), width)

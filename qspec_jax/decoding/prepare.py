@@ -157,7 +157,7 @@ def prepare(
         if isinstance(found, list) and any(isinstance(each, State) for each in found):
             states = _checked_states(model, found)
             config = _config_for(states[0].reader, config)
-            rows = _checked_lengths(model, states, config, tokenizer)
+            rows = _tokens_of_states(model, states, config, tokenizer)
         else:
             rows = checked_prompts(model, with_chats(found, tokenizer), config, tokenizer)
         found = _requests_of(rows, config, key)
@@ -253,7 +253,7 @@ def _are_token_ids(requests: Any) -> bool:
         return False
 
 
-def _checked_lengths(model: Llama, states: Sequence[State], config: GenerationConfig, tokenizer: Any) -> list[Sequence[int]]:
+def _tokens_of_states(model: Llama, states: Sequence[State], config: GenerationConfig, tokenizer: Any) -> list[Sequence[int]]:
     """The tokens of states, which were checked when they were read, and now with the new ones for the model's positions."""
     check_settings(model, config, tokenizer)
     for i, state in enumerate(states):

@@ -1,6 +1,7 @@
 """States of rows: made by prefill, and extended by more tokens."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,12 +15,13 @@ from qspec_jax.decoding.prepare import OF_STATES, Prepared, config_of, prepare
 from qspec_jax.decoding.requests import check_length, checked_prompt
 from qspec_jax.decoding.rows import joined, together
 from qspec_jax.decoding.state_arrays import enlarged, first_groups
-from qspec_jax.errors import InputError
+from qspec_jax.errors import InputError, is_out_of_memory
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
 from qspec_jax.states.pool import Pool
 from qspec_jax.states.state import Reader, Room, State
 
+log = logging.getLogger(__name__)
 ROOM = 4096  # tokens for which a state has room after its prompt, unless said otherwise
 GENERATED = 1024  # of these, tokens that are generated, by which drafts with a cache of their own measure their memory
 
@@ -83,7 +85,13 @@ def _read(
     pages, own = None, found.cache
     if reader.pool is not None:
         count = reader.schedule.max_flushes(len(tokens))
-        reader.pool.make_room(count + sum(reader.schedule.max_flushes(length) - count for length in lengths))
+        try:
+            reader.pool.make_room(count + sum(reader.schedule.max_flushes(length) - count for length in lengths))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            # What goes on from the state may need less; if not, it says so then.
+            log.info("no memory for the pages of what follows %d tokens; they are reserved when they are needed", len(tokens))
         pages = reader.pool.reserve(count)
         own = reader.pool.put(found.cache, pages)
     return State(
@@ -172,9 +180,10 @@ def read_to(state: State, tokens: Int[np.ndarray, "n"], cached: int) -> State:
     return rows.state(0, state, tokens, cached)
 
 
-def with_room(state: State, room: Room) -> State:
+def with_room(state: State, room: Room, on_compile: Callable[[float], None] = lambda seconds: None) -> State:
     """The state with larger arrays, in which what it holds comes first. Its buffer keeps its size: another backend may have chosen it."""
     generated = max(room.capacity - room.text, state.room.capacity - state.room.text)
     room = dataclasses.replace(state.room, text=room.text, capacity=room.text + generated)
-    cache, draft = enlarged(state.reader, room, None if state.reader.pool else state.cache, state.draft)
+    cache, draft, seconds = enlarged(state.reader, room, None if state.reader.pool else state.cache, state.draft)
+    on_compile(seconds)
     return dataclasses.replace(state, cache=state.cache if cache is None else cache, draft=draft, room=room)

@@ -43,7 +43,7 @@ class Rows:
         logits: after the last cached token; of a row whose last token is pending they mean nothing.
         queries, num_queries: see `State`.
         pages: those of each row, with room for more tokens; None without a pool.
-        borrowed: whether the arrays are still those of the one state that is the row, which no program may consume.
+        borrowed: whether the batch is one state whose arrays it still uses; `own` copies them before a program consumes them.
         on_compile: called with the seconds that a program took to compile, 0 if it was there.
     """
 
@@ -123,7 +123,7 @@ class Rows:
         counts, scored = [], []
         while n != list(cached):
             counts.append([tokens_of_pass(schedule, *of_row, width) for of_row in zip(n, cached, strict=True)])
-            due = any(count == schedule.room(tokens) for tokens, count in zip(n, counts[-1]))
+            due = any(count == schedule.until_flush(tokens) for tokens, count in zip(n, counts[-1]))
             n = [tokens + count for tokens, count in zip(n, counts[-1])]
             before = Extended(self.lent(self.cache), self.draft if guesses else (), self.logits, self.queries)
             args = reader.target, guesses, before, text, end

@@ -30,11 +30,11 @@ def shapes_of(reader: Reader, room: Room, groups: int) -> tuple[dict[str, Any], 
     return dict(cache=cache, draft=draft, logits=logits, queries=queries, adaptive=None), pooled
 
 
-def enlarged(reader: Reader, room: Room, cache: Cache | None, draft: Any) -> tuple[Cache | None, Any]:
-    """Cache, if given, and draft's state with room for more, in which what they hold comes first."""
+def enlarged(reader: Reader, room: Room, cache: Cache | None, draft: Any) -> tuple[Cache | None, Any, float]:
+    """Cache, if given, and draft's state with room for more, in which what they hold comes first; and the seconds of compiling."""
     args = reader.target, _in_prefill(reader), cache, draft
-    program, _ = ENLARGE.compile(*args, choice=reader.cache, room=room)
-    return program(*args)
+    program, seconds = ENLARGE.compile(*args, choice=reader.cache, room=room)
+    return *program(*args), seconds
 
 
 def first_groups(model: ViewedModel, cache: CacheConfig) -> Groups:
@@ -49,7 +49,7 @@ def concatenated(trees: Sequence[Any]) -> Any:
 
 
 def row_of(tree: Any, b: int, rows: int) -> Any:
-    """Row b of a tree of so many rows. Of more than one, in arrays of its own."""
+    """Row b of a tree of `rows` rows, in arrays of its own; the tree itself if there is one row."""
     return tree if rows == 1 else divided_over(mesh_of(tree), _row)(tree, jnp.int32(b))
 
 

@@ -48,7 +48,8 @@ class Pool:
     @property
     def lost(self) -> bool:
         """Whether a program that was interrupted has consumed the arrays."""
-        return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.groups))
+        with self.lock:  # a program that is running has them
+            return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.groups))
 
     @property
     def num_bytes(self) -> int:
@@ -138,21 +139,21 @@ class Pool:
         self._each_layer(grow)  # so that one layer's pages alone need memory twice
         self.pages.grow(size)
 
-    def _each_layer(self, function: Callable, more: Sequence[tuple] | None = None, *, donate: int | None = None) -> None:
+    def _each_layer(self, function: Callable, arguments: Sequence[tuple] | None = None, *, donate: int | None = None) -> None:
         """Replaces each layer's groups, one after the other: the program is as small as one layer's.
 
         Where memory runs out, some layers have been replaced and others have not.
 
         Args:
-            function: of a layer's groups, and of what `more` has for the layer.
-            more: for each layer; None: nothing.
+            function: of a layer's groups, and of its further arguments.
+            arguments: for each layer; None: there are none.
             donate: see `divided_over`.
         """
         made = list(self.groups)
         self.groups, program = (), divided_over(mesh_of(made), function, donate=donate)
         try:
             for i, groups in enumerate(made):
-                made[i] = program(groups, *(more[i] if more else ()))
+                made[i] = program(groups, *(arguments[i] if arguments else ()))
         finally:
             self.groups = tuple(made)
 
