@@ -18,7 +18,23 @@ from safetensors.numpy import save_file
 GOLDENS = Path(__file__).parent / "goldens" / "logits.npz"
 
 MODEL_TYPES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
-OTHER_TYPES = {"Phi3ForCausalLM": "phi3", "SmolLM3ForCausalLM": "smollm3", "InternLM3ForCausalLM": "internlm3"}
+OTHER_TYPES = {
+    "Phi3ForCausalLM": "phi3",
+    "SmolLM3ForCausalLM": "smollm3",
+    "InternLM3ForCausalLM": "internlm3",
+    "SeedOssForCausalLM": "seed_oss",
+    "GraniteForCausalLM": "granite",
+    "Olmo2ForCausalLM": "olmo2",
+    "Exaone4ForCausalLM": "exaone4",
+    "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
+    "ApertusForCausalLM": "apertus",
+    "ArceeForCausalLM": "arcee",
+    "Glm4ForCausalLM": "glm4",
+    "Ministral3ForCausalLM": "ministral3",
+}
+# The activations of those whose MLP has no gate.
+UNGATED = {"ApertusForCausalLM": "xielu", "ArceeForCausalLM": "relu2"}
+WRAPPER = "Mistral3ForConditionalGeneration"
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 HEAD_DIMS = (64, 96, 128)
 
@@ -35,10 +51,11 @@ def hf_config(architecture: str = "LlamaForCausalLM", **changes: Any) -> dict[st
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 64,
-        "hidden_act": "silu",
+        "hidden_act": UNGATED.get(architecture, "silu"),
         "max_position_embeddings": 128,
         "rms_norm_eps": 1e-5,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}
+        | ({"llama_4_scaling_beta": 0.1} if architecture == "Ministral3ForCausalLM" else {}),
         "sliding_window": None,
         "tie_word_embeddings": False,
         "eos_token_id": 2,
@@ -71,6 +88,7 @@ def old_spelling(config: dict[str, Any]) -> dict[str, Any]:
     rope = dict(config["rope_parameters"])
     old = {key: value for key, value in config.items() if key not in ("rope_parameters", "dtype")}
     old |= {"rope_theta": rope.pop("rope_theta"), "torch_dtype": config["dtype"]}
+    old |= {key: rope.pop(key) for key in ("partial_rotary_factor",) if key in rope}
     return old | {"rope_scaling": None if rope == {"rope_type": "default"} else rope}
 
 
@@ -126,12 +144,49 @@ def _cases() -> dict[str, dict[str, Any]]:
         "smollm3-layers": hf_config("SmolLM3ForCausalLM", no_rope_layers=[0, 1], attention_bias=True, **no_padding),
         "internlm3-dynamic": hf_config("InternLM3ForCausalLM", qkv_bias=False, bias=False, **rope_settings("dynamic")),
         "internlm3-biases": hf_config("InternLM3ForCausalLM", qkv_bias=True, bias=True),
+        **_family_cases(),
         # As Phi 3 has it: this one counts.
         "longrope-original-outside": hf_config(original_max_position_embeddings=16, **rope_settings("longrope")),
     }
 
 
+def _family_cases() -> dict[str, dict[str, Any]]:
+    """Families whose layers differ from Llama's, each with all that it differs in."""
+
+    def case(architecture: str, rope_type: str = "default", *, dim: int = 16, rope: dict[str, Any] | None = None, **changes: Any) -> dict:
+        settings = {"head_dim": 16, "pad_token_id": None} | rope_settings(rope_type, dim, **(rope or {}))
+        return hf_config(f"{architecture}ForCausalLM", **(settings | changes))
+
+    # The query scale then changes twice, and the ramp of the frequencies is not empty.
+    ministral = {
+        "llama_4_scaling_beta": 0.5,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 2.0,
+    }
+    granite = {"embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.3, "logits_scaling": 0.5}
+    return {
+        "seed_oss-biases": case("SeedOss", attention_bias=..., attention_out_bias=True, mlp_bias=True),
+        "granite-multipliers": case("Granite", tie_word_embeddings=True, **granite),
+        "granite-biases": case("Granite", attention_bias=True, mlp_bias=True, **(granite | {"residual_multiplier": 1.5})),
+        "phi3-partial": case("Phi3", rope={"partial_rotary_factor": 0.75}),
+        "phi3-partial-longrope": case(
+            "Phi3", "longrope", dim=12, rope={"partial_rotary_factor": 0.75}, original_max_position_embeddings=32
+        ),
+        "olmo2-widths": case("Olmo2", attention_bias=True),
+        "exaone4-full": case("Exaone4", "llama3", layer_types=["full_attention"] * 2, tie_word_embeddings=True),
+        "hunyuan-alpha": case("HunYuanDenseV1", "dynamic", rope={"alpha": 50.0, "factor": 1.0}, tie_word_embeddings=True),
+        "apertus-xielu": case("Apertus", "llama3", attention_bias=True),
+        "arcee-relu2": case("Arcee", "yarn", mlp_bias=True),
+        "glm4-partial": case("Glm4", rope={"partial_rotary_factor": 0.5}, attention_bias=True),
+        "glm4-whole": case("Glm4", "yarn", rope={"partial_rotary_factor": 1.0}, attention_bias=False, num_key_value_heads=1),
+        "ministral3-scaled": case("Ministral3", "yarn", rope=ministral),
+    }
+
+
 CASES: dict[str, dict[str, Any]] = _cases()
+FAMILY_CASES = tuple(_family_cases())
 
 
 def variants() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
@@ -170,7 +225,8 @@ def variants() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
         add(f"architectures {name}", llama, architectures=names)
     for architecture, model_type in (MODEL_TYPES | OTHER_TYPES).items():
         if model_type != "internlm3":
-            phi = {"head_dim": 16, "pad_token_id": None} if model_type in ("phi3", "smollm3") else {}
+            phi = {} if architecture in MODEL_TYPES else {"head_dim": 16, "pad_token_id": None}
+            phi |= {"layer_types": ["full_attention"] * 2} if model_type == "exaone4" else {}
             add(f"{model_type} by its type", hf_config(architecture, **phi), architectures=None)
     add("hidden_act swish", llama, hidden_act="swish")
     add("dtype null", llama, dtype=None)
@@ -198,7 +254,8 @@ def known_to_transformers(config: dict[str, Any]) -> dict[str, Any]:
 
 def case_lengths(name: str) -> tuple[int, ...]:
     """How many of a case's tokens its goldens were computed from: around the original length, mostly 32, where that matters."""
-    return (24, 32, 33, 48) if CASES[name]["rope_parameters"]["rope_type"] in ("dynamic", "longrope") else (48,)
+    rope = CASES[name]["rope_parameters"]
+    return (24, 32, 33, 48) if rope["rope_type"] in ("dynamic", "longrope") and "alpha" not in rope else (48,)
 
 
 # Prompts and new tokens of "phi3-longrope" that lie on one side of its original length, 32, as near to it as can be: the last new token is
@@ -218,33 +275,56 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, width, vocab, heads = (config[k] for k in ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads"))
     head_dim = config.get("head_dim") or (128 if architecture == "Qwen3ForCausalLM" else hidden // heads)
     queries, keys = heads * head_dim, config["num_key_value_heads"] * head_dim
-    attention_bias = architecture not in ("MistralForCausalLM", "Qwen2ForCausalLM") and config.get("attention_bias", False)
+    no_bias = ("MistralForCausalLM", "Ministral3ForCausalLM", "Qwen2ForCausalLM", "Exaone4ForCausalLM")
+    attention_bias = architecture not in no_bias and config.get("attention_bias", architecture == "SeedOssForCausalLM")
     qkv_bias = architecture == "Qwen2ForCausalLM" or attention_bias
-    mlp_bias = architecture in ("LlamaForCausalLM", "SmolLM3ForCausalLM") and config.get("mlp_bias", False)
+    output_bias = config.get("attention_out_bias", False) if architecture == "SeedOssForCausalLM" else attention_bias
+    output_bias = output_bias and architecture != "Glm4ForCausalLM"
+    with_mlp_bias = ("LlamaForCausalLM", "SmolLM3ForCausalLM", "SeedOssForCausalLM", "GraniteForCausalLM", "ArceeForCausalLM")
+    mlp_bias = architecture in with_mlp_bias and config.get("mlp_bias", False)
 
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (vocab, hidden)
+    norms = {
+        "Olmo2ForCausalLM": ("post_attention", "post_feedforward"),
+        "Exaone4ForCausalLM": ("post_attention", "post_feedforward"),
+        "ApertusForCausalLM": ("attention", "feedforward"),
+        "Glm4ForCausalLM": ("input", "post_attention", "post_self_attn", "post_mlp"),
+    }.get(architecture, ("input", "post_attention"))
+    qk_norms = {
+        "Olmo2ForCausalLM": {"q_norm": queries, "k_norm": keys},
+        "HunYuanDenseV1ForCausalLM": {"query_layernorm": head_dim, "key_layernorm": head_dim},
+    }.get(architecture, {})
+    if architecture in ("Qwen3ForCausalLM", "Exaone4ForCausalLM", "ApertusForCausalLM"):
+        qk_norms = {"q_norm": head_dim, "k_norm": head_dim}
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}"
-        shapes |= {f"{layer}.{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
-        if architecture == "Qwen3ForCausalLM":
-            shapes |= {f"{layer}.self_attn.{name}_norm.weight": (head_dim,) for name in "qk"}
+        shapes |= {f"{layer}.{name}_layernorm.weight": (hidden,) for name in norms}
+        shapes |= {f"{layer}.self_attn.{name}.weight": (size,) for name, size in qk_norms.items()}
         for name, shape, bias in (
             ("self_attn.q_proj", (queries, hidden), qkv_bias),
             ("self_attn.k_proj", (keys, hidden), qkv_bias),
             ("self_attn.v_proj", (keys, hidden), qkv_bias),
-            ("self_attn.o_proj", (hidden, queries), attention_bias),
+            ("self_attn.o_proj", (hidden, queries), output_bias),
             ("mlp.gate_proj", (width, hidden), mlp_bias),
             ("mlp.up_proj", (width, hidden), mlp_bias),
             ("mlp.down_proj", (hidden, width), mlp_bias),
         ):
             shapes |= {f"{layer}.{name}.weight": shape} | ({f"{layer}.{name}.bias": shape[:1]} if bias else {})
-        if architecture == "Phi3ForCausalLM":
-            for name in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up"):
-                del shapes[f"{layer}.{name}_proj.weight"]
-            shapes[f"{layer}.self_attn.qkv_proj.weight"] = (queries + 2 * keys, hidden)
-            shapes[f"{layer}.mlp.gate_up_proj.weight"] = (2 * width, hidden)
+        fused = {
+            "Phi3ForCausalLM": {"self_attn.qkv": ("self_attn.q", "self_attn.k", "self_attn.v"), "mlp.gate_up": ("mlp.gate", "mlp.up")},
+            "Glm4ForCausalLM": {"mlp.gate_up": ("mlp.gate", "mlp.up")},
+        }.get(architecture, {})
+        for name, parts in fused.items():
+            rows = sum(shapes.pop(f"{layer}.{part}_proj.weight")[0] for part in parts)
+            shapes[f"{layer}.{name}_proj.weight"] = (rows, hidden)
+        if architecture in UNGATED:
+            shapes = {name: shape for name, shape in shapes.items() if "gate_proj" not in name}
+        if architecture == "ApertusForCausalLM":
+            shapes |= {
+                f"{layer}.mlp.act_fn.{name}": shape for name, shape in {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}.items()
+            }
     return shapes
 
 
@@ -257,12 +337,36 @@ def random_tensors(config: dict[str, Any], *, seed: int = 0, dtype: str = "float
             return 1 + 0.3 * x
         if name.endswith(".bias"):
             return 0.3 * x
+        if "act_fn" in name:
+            return {"beta": np.float64(0.5), "eps": np.float64(-0.01)}.get(name.split(".")[-1], 0.5 + 0.5 * x)
         scale = {"model.embed_tokens.weight": 1.0, "lm_head.weight": 0.5}.get(name, shape[-1] ** -0.5)
         return scale * x
 
     # numpy knows bfloat16 through ml_dtypes only.
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
-    return {name: draw(name, shape).astype(kind) for name, shape in tensor_shapes(config).items()}
+    return {name: np.asarray(draw(name, shape), kind) for name, shape in tensor_shapes(config).items()}
+
+
+def wrapped(config: dict[str, Any], *, tied: bool | None = False, prefix: str = "language_model.model.", **changes: Any):
+    """A multimodal model around a text model: its config, and its tensors with random ones of its other parts.
+
+    Args:
+        config: of the text model.
+        tied: tie_word_embeddings outside of the text model's config; None: it is left out.
+        prefix: of the names of the text model's tensors but the head.
+        changes: other keys of the config.
+    """
+    text = {key: value for key, value in config.items() if key != "architectures"}
+    flag = {} if tied is None else {"tie_word_embeddings": tied}
+    outer = {"architectures": [WRAPPER], "model_type": "mistral3", "text_config": text, "vision_config": {"model_type": "pixtral"}, **flag}
+    head = "language_model.lm_head." if prefix.startswith("language_model.") else "lm_head."
+    tensors = {
+        head + name.removeprefix("lm_head.") if name.startswith("lm_head.") else prefix + name.removeprefix("model."): tensor
+        for name, tensor in random_tensors(config).items()
+    }
+    beside = "" if prefix.startswith("language_model.") else "model."
+    others = ("vision_tower.ln_pre.weight", "multi_modal_projector.norm.weight")
+    return outer | changes, tensors | {beside + name: np.ones(8, np.float32) for name in others}
 
 
 def write_checkpoint(

@@ -6,7 +6,7 @@ Needs torch and transformers, which the project itself does not. In an environme
     python -m venv .venv-goldens && .venv-goldens/bin/pip install torch transformers ml_dtypes
     .venv-goldens/bin/python tests/make_goldens.py
 
-The committed file was made with torch 2.13.0 (CPU) and transformers 5.23.0. Run it again when cases change.
+The committed file was made with torch 2.13.0 (CPU) and transformers 5.24.0. Run it again when cases change.
 """
 
 import sys
