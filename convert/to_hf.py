@@ -88,7 +88,8 @@ def _write_shard(source: Path, file: Path, tensors: dict[str, list[tuple[str, Pl
     """Writes a safetensors file: the length of the header, the header, the tensors one after the other."""
     kind, written, header, end = jnp.dtype(manifest.dtype), manifest.written[TARGET], {"__metadata__": {"format": "pt"}}, 0
     for name, parts in tensors.items():
-        shape = [sum(place.shape[0] for _, place in parts), *parts[0][1].shape[1:]]
+        first = parts[0][1].shape
+        shape = [sum(place.shape[0] for _, place in parts), *first[1:]] if len(parts) > 1 else [*first]
         begin, end = end, end + int(np.prod(shape)) * kind.itemsize
         header[name] = {"dtype": DTYPES[manifest.dtype], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()

@@ -176,7 +176,9 @@ def _family_cases() -> dict[str, dict[str, Any]]:
         ),
         "olmo2-widths": case("Olmo2", attention_bias=True),
         "exaone4-full": case("Exaone4", "llama3", layer_types=["full_attention"] * 2, tie_word_embeddings=True),
-        "hunyuan-alpha": case("HunYuanDenseV1", "dynamic", rope={"alpha": 50.0, "factor": 1.0}, tie_word_embeddings=True),
+        "hunyuan-alpha": case(
+            "HunYuanDenseV1", "dynamic", rope={"alpha": 50.0, "factor": 1.0}, max_position_embeddings=128, tie_word_embeddings=True
+        ),
         "apertus-xielu": case("Apertus", "llama3", attention_bias=True),
         "arcee-relu2": case("Arcee", "yarn", mlp_bias=True),
         "glm4-partial": case("Glm4", rope={"partial_rotary_factor": 0.5}, attention_bias=True),

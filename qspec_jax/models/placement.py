@@ -45,7 +45,7 @@ class Placement:
         def on_device(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
             if self.mesh is None:
                 return shape
-            whole = (shape[0] * (self.copies if self._is_repeated(path) else 1), *shape[1:])
+            whole = (shape[0] * self.copies, *shape[1:]) if self._is_repeated(path) else shape
             return weight_sharding(path, whole, self.mesh).shard_shape(whole)
 
         return sum(math.prod(on_device(path, shape)) for path, shape in shapes.items()) * itemsize
