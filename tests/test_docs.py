@@ -17,11 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import typer
+from checkpoints import hf_config, random_tensors, write_checkpoint
 from runs import random_model
+from test_model import one_pass
 
 from qspec_jax import demo
+from qspec_jax.checkpoints import tensor_names
+from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.cli.app import app
 from qspec_jax.drafts import registry
+from qspec_jax.models.families import ARCHITECTURES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted(page for folder in (".", "kernels", "measurements") for page in (ROOT / "docs" / folder).glob("*.md"))]
@@ -249,6 +254,26 @@ def test_the_code_of_the_page_on_states_runs(directory, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(compile(page, "states.md", "exec"), names)
     assert names["first"].token_ids == names["again"].token_ids and (tmp_path / "handbook.state").exists()
+
+
+def test_a_new_family_loads(monkeypatch, tmp_path):
+    """A Llama whose heads have their channels in the order of interleaved pairs is the model of the page."""
+    for entries in (ARCHITECTURES, tensor_names.TABLES):  # what the page adds is taken out afterwards
+        monkeypatch.setitem(entries, "Ernie4_5ForCausalLM", None)
+    config = hf_config(attention_bias=True, mlp_bias=True)
+    tensors, (code,) = random_tensors(config), blocks(ROOT / "docs" / "add-a-model-family.md", "python")
+    own = {"architectures": ["Ernie4_5ForCausalLM"], "model_type": "ernie4_5", "use_bias": True}
+    order = np.arange(64).reshape(2, 32).T.reshape(-1)  # channel i of the first half, then channel i of the second
+    turned = {
+        name: x.reshape(-1, 64, *x.shape[1:])[:, order].reshape(x.shape) if "q_proj" in name or "k_proj" in name else x
+        for name, x in tensors.items()
+    }
+    write_checkpoint(tmp_path / "ernie", config | own, tensors=turned)
+    names = {}
+    exec(compile(code.replace("path/of/a/checkpoint", str(tmp_path / "ernie")), "add-a-model-family.md", "exec"), names)
+    llama, tokens = load_model(write_checkpoint(tmp_path / "llama", config, tensors=tensors)), np.arange(48)[None]
+    assert names["model"].config.architecture == "Ernie4_5ForCausalLM" and names["model"].config.rope.interleaved
+    np.testing.assert_allclose(one_pass(names["model"], tokens, 48), one_pass(llama, tokens, 48), rtol=0, atol=1e-4)
 
 
 def test_a_new_draft_is_under_60_lines_and_runs(monkeypatch, shallow):

@@ -33,7 +33,9 @@ from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.sharding import model_mesh
 from qspec_jax.models.skipping import MaskedSkippingModel, Skipped, SkippingModel
+from qspec_jax.planning.devices import DEVICES
 from qspec_jax.planning.operations import linear_parameters
+from qspec_jax.planning.plan import plan
 from qspec_jax.quantization.calibration import quantize_linears_for
 from qspec_jax.quantization.weights import is_linear, quantize_linears
 
@@ -126,6 +128,16 @@ def test_keys_that_are_normed_after_rope_turn_on(directory):
 def test_an_mlp_without_a_gate_has_two_matrices():
     gated, ungated = (LlamaConfig.from_hf(CASES[name]) for name in ("exaone4-full", "arcee-relu2"))
     assert linear_parameters(gated) - linear_parameters(ungated) == gated.hidden_size * gated.intermediate_size
+
+
+@pytest.mark.parametrize("name", ["granite-multipliers", "olmo2-widths"])
+def test_a_plan_says_where_there_is_no_fused_kernel(name):
+    """Granite's multipliers need none of their own."""
+    config = LlamaConfig.from_hf(CASES[name])
+    for device in ("h100", "a100"):
+        notes = plan(name, config, DEVICES[device], [64], [1], drafts=["quantspec"], gammas=[3], max_new_tokens=8).notes
+        said = [note for note in notes if "no fused kernel" in note]
+        assert len(said) == (name == "olmo2-widths" and device == "h100")
 
 
 # With drafts ----------------------------------------------------------------------------------------------------------

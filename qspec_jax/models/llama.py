@@ -172,7 +172,7 @@ class Llama(nnx.Module):
 
     def with_head(self, head: Weight) -> Self:
         """The model with a head of its own, in any format, also where its head was the embedding."""
-        model = copy.copy(self)  # shares the layers: making all of them anew would take a tenth of a second
+        model = copy.copy(self)  # shares the layers: making new ones would take a tenth of a second
         model._config = dataclasses.replace(self._config, tie_word_embeddings=False)
         model.head = nnx.data(nnx.Param(head))
         return model

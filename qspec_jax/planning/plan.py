@@ -207,6 +207,8 @@ def _notes(config: LlamaConfig, device: Device, batches: Sequence[int], rows: Se
         notes.append("batches of several rows rest on one measured row, of 8")
     if max(batches) > (most := timing.max_int4_rows(device)):
         notes.append(f"INT4 weights have no kernel there for more than {most} rows; above, they are dequantized in every step")
+    if device.kernels == "mosaic_gpu" and not config.is_fusable:
+        notes.append(f"layers of {config.architecture} have no fused kernel: each of their matrices is multiplied in a launch of its own")
     if config.dtype not in ("bfloat16", "float16"):
         notes.append(f"planned in bfloat16; the checkpoint is in {config.dtype}")
     for batch in batches:
