@@ -394,7 +394,6 @@ def test_a_multimodal_model_is_read_as_its_text_model():
             {"architectures": None, "model_type": "other"},
             "architecture of model type other around a text model (text_config) is not supported",
         ),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantized already (quantization_config, fp8)"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1, not true or false"),
     ],
 )
