@@ -10,6 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from convert.by_rows import draft_error
+from pallas_kernels.formats.weights import Int4Weight
 from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.prefill import prefill
 from qspec_jax.caches.registry import CacheConfig
@@ -17,7 +18,7 @@ from qspec_jax.checkpoints import converted
 from qspec_jax.checkpoints.converted import DRAFT, TARGET
 from qspec_jax.checkpoints.hub import SMALL_FILES, local
 from qspec_jax.checkpoints.huggingface import load_config
-from qspec_jax.checkpoints.loading import load_model, open_source
+from qspec_jax.checkpoints.loading import DEQUANTIZED, PACKED, load_model, open_source
 from qspec_jax.checkpoints.small_files import small_file
 from qspec_jax.checkpoints.source import WeightSource
 from qspec_jax.errors import InputError
@@ -77,17 +78,21 @@ def verify(source: str | Path, directory: str | Path, *, logits: bool | None = N
     converted.check_shapes(directory, manifest, {path: place.shape for path, place in opened.places.items()})
     wrong = [f"{name} is not the source's" for name in SMALL_FILES if opened.small_file(name) != small_file(directory, name)]
     shapes = {path: jax.ShapeDtypeStruct(place.shape, dtype) for path, place in opened.places.items()}
-    weights, errors = converted.restored(directory, TARGET, shapes), []
+    if unlike := sorted(path for path in manifest.packed if not opened.can_pack(path)):
+        raise InputError(f"{directory}: {unlike[0]} of it is in INT4, and is stored otherwise in {source}")
+    weights, errors = converted.restored(directory, TARGET, manifest.stored_shapes(dtype)), []
     drafted = {path: jax.eval_shape(quantize_weight, shape) for path, shape in shapes.items() if is_linear(path)}
     draft = converted.restored(directory, DRAFT, drafted if manifest.draft_bits == 4 else {})
     hide = None if progress is None else not progress
     for path, place in tqdm(opened.places.items(), desc="verify", unit="tensor", disable=hide):
-        stored = opened.read(path)
+        stored = opened.read_packed(path) if path in manifest.packed else opened.read(path)
         if converted.digest(stored) != manifest.sha256.get(path):
             wrong.append(f"{place.name} of the source is not the tensor that was converted")
-        weight = stored.astype(dtype, copy=False)
-        opened.examine(path, weight)
-        if not _same_bits(np.asarray(next(weights)[1]), weight):
+        weight = stored
+        if not isinstance(stored, Int4Weight):
+            weight = stored.astype(dtype, copy=False)
+            opened.examine(path, weight)
+        if not all(map(_same_bits, *(map(np.asarray, jax.tree.leaves(x)) for x in (next(weights)[1], weight)))):
             wrong.append(f"{path} differs from {place.name}")
         if manifest.draft_bits == 4 and is_linear(path):
             quantized = next(draft)[1]
@@ -96,10 +101,13 @@ def verify(source: str | Path, directory: str | Path, *, logits: bool | None = N
                 wrong.append(f"the draft's {path} is not what was written")
             if errors[-1] > 1:
                 wrong.append(f"the draft's {path} errs {errors[-1]:.3g} times as much as it may")
+    how = PACKED if manifest.packed else DEQUANTIZED
     compared = not wrong and (_fits(opened, dtype) if logits is None else logits)
     if not compared:  # otherwise loading the source warns
         opened.warn_of_not_finite()
-    if compared and not _same_bits(_logits(load_model(source, dtype=manifest.dtype, progress=False)), _logits(load_model(directory))):
+    if compared and not _same_bits(
+        _logits(load_model(source, dtype=manifest.dtype, weights=how, progress=False)), _logits(load_model(directory))
+    ):
         wrong.append("the logits differ")
     error = max(errors) if errors and np.isfinite(errors).all() else None
     return VerificationReport(str(source), str(directory), len(opened.places), len(errors), error, compared, wrong)

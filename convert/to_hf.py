@@ -59,6 +59,10 @@ def export(source: str | Path, directory: str | Path, *, progress: bool | None =
         directory = Path(directory).resolve()
         check()
     config, manifest = config_and_manifest(source)
+    if manifest.packed:
+        raise InputError(
+            f"{source}: its weights are in INT4, which export does not write; convert with dequantized weights and export that"
+        )
     dtype = manifest.dtype
     tensors: dict[str, list[tuple[str, Place]]] = {}
     for path, place in places(config).items():

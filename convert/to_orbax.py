@@ -14,7 +14,7 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,11 @@ from tqdm import tqdm
 
 from convert.by_rows import quantize_by_rows
 from convert.placing import check_apart, written
+from pallas_kernels.formats.weights import Int4Weight
 from qspec_jax.checkpoints import converted
 from qspec_jax.checkpoints.converted import DRAFT, MANIFEST, TARGET, Manifest
 from qspec_jax.checkpoints.hub import SMALL_FILES, local
-from qspec_jax.checkpoints.loading import open_source, stored_dtype
+from qspec_jax.checkpoints.loading import log_packed, open_source, packed_paths, stored_dtype
 from qspec_jax.checkpoints.small_files import write_small_files
 from qspec_jax.checkpoints.source import WeightSource
 from qspec_jax.checkpoints.tokenizers import has_tokenizer, tokenizer_problem
@@ -73,6 +74,7 @@ def convert(
     *,
     dtype: str | None = None,
     draft_bits: int = 16,
+    weights: str | None = None,
     overwrite: bool = False,
     progress: bool | None = None,
 ) -> ConversionReport:
@@ -83,6 +85,7 @@ def convert(
         directory: to make.
         dtype: bfloat16 or float32; None: the checkpoint's own (float16 becomes bfloat16).
         draft_bits: 4 stores the draft's INT4 weights too, 16 does not.
+        weights: packed or dequantized, for a quantized source, see `load_model`.
         overwrite: whether to replace an earlier conversion, in a directory with nothing else.
         progress: whether a bar is shown; None: where standard error is a terminal.
 
@@ -104,15 +107,19 @@ def convert(
     if wanted not in DTYPES:
         raise InputError(f"dtype {wanted} (--dtype) cannot be converted to; it should be one of {', '.join(DTYPES)}")
     opened.check_contents()
+    packed = packed_paths(opened, jnp.dtype(wanted), weights)
+    log_packed(opened, packed, jnp.dtype(wanted))
+    if packed and draft_bits == 4:
+        raise InputError(f"{source}: its weights stay in INT4, which the draft reads too; convert it without a draft (--draft-bits 16)")
     if has_tokenizer(folder) and (unread := tokenizer_problem(folder)):
         log.warning("%s; without it a conversion takes no text", unread)
     check = functools.partial(_check_places, folder, directory, overwrite)
     with written(directory, _bytes_needed(opened, jnp.dtype(wanted), draft_bits), check) as unfinished:
-        sha256, kept = _write(opened, unfinished, jnp.dtype(wanted), draft_bits, progress)
+        sha256, kept, arrays = _write(opened, unfinished, jnp.dtype(wanted), draft_bits, packed, progress)
         write_small_files(unfinished, opened.small_file)
         shapes = {path: place.shape for path, place in opened.places.items()}
         versions = {name: _version(name) for name in ("qspec-jax", "jax", "orbax-checkpoint", "safetensors")}
-        manifest = Manifest(origin, wanted, draft_bits, shapes, sha256, kept, converted.stored_files(unfinished), versions)
+        manifest = Manifest(origin, wanted, draft_bits, shapes, arrays, sha256, kept, converted.stored_files(unfinished), versions)
         write_json(unfinished / MANIFEST, dataclasses.asdict(manifest))
     size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
     read = sum(opened.read_bytes(path) for path in opened.places)
@@ -148,8 +155,10 @@ def _bytes_needed(source: WeightSource, dtype: jnp.dtype, draft_bits: int) -> in
     return sum(sizes.values()) * dtype.itemsize + drafted * 9 // 16
 
 
-def _write(source: WeightSource, directory: Path, dtype: jnp.dtype, draft_bits: int, progress: bool | None) -> tuple[dict, dict]:
-    """Writes the weights of the target, and of the draft; returns the manifest's `sha256` and `written`."""
+def _write(
+    source: WeightSource, directory: Path, dtype: jnp.dtype, draft_bits: int, packed: Set[str], progress: bool | None
+) -> tuple[dict, dict, dict]:
+    """Writes the weights of the target, and of the draft; returns the manifest's `sha256`, `written` and `packed`."""
     from orbax.checkpoint import v1 as ocp
 
     context = ocp.Context()
@@ -163,6 +172,7 @@ def _write(source: WeightSource, directory: Path, dtype: jnp.dtype, draft_bits: 
     plan = list(converted.batches(source.places, room, converted.BATCH_BYTES))
     memories = [np.empty(converted.BATCH_BYTES, np.uint8) for _ in range(2)]  # pages that were used are faster than new ones
     sha256: dict[str, str] = {}
+    arrays: dict[str, dict] = {}
     written: dict[str, dict[str, str]] = {TARGET: {}, DRAFT: {}}
     hide = None if progress is None else not progress
     with contextlib.ExitStack() as stack:
@@ -174,7 +184,12 @@ def _write(source: WeightSource, directory: Path, dtype: jnp.dtype, draft_bits: 
         writer = stack.enter_context(_one_thread())  # entered last: the link of for_orbax, and the folder, are there until it ends
         target, *draft = (_Checkpoint(folder / name, writer) for name in ([TARGET, DRAFT] if draft_bits == 4 else [TARGET]))
 
-        def read(path: str, memory: np.ndarray) -> np.ndarray:
+        def read(path: str, memory: np.ndarray) -> np.ndarray | Int4Weight:
+            if path in packed:
+                weight = source.read_packed(path)
+                sha256[path] = written[TARGET][path] = converted.digest(weight)
+                arrays[path] = converted.described(weight)
+                return weight
             stored = source.read(path, memory)
             sha256[path] = converted.digest(stored)
             weight = stored.astype(dtype, copy=False)
@@ -198,10 +213,10 @@ def _write(source: WeightSource, directory: Path, dtype: jnp.dtype, draft_bits: 
             checkpoint.finish()
     source.warn_of_not_finite()
 
-    def in_order(hashes: dict[str, str]) -> dict[str, str]:
+    def in_order(hashes: dict) -> dict:
         return {path: hashes[path] for path in source.places if path in hashes}
 
-    return in_order(sha256), {name: in_order(hashes) for name, hashes in written.items()}
+    return in_order(sha256), {name: in_order(hashes) for name, hashes in written.items()}, in_order(arrays)
 
 
 class _Checkpoint:

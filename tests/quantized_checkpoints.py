@@ -162,10 +162,11 @@ FORMATS: dict[str, tuple[dict[str, Any], Make]] = {
 
 
 def make_quantized(
-    name: str, architecture: str = "LlamaForCausalLM", seed: int = 0, **changes: Any
+    name: str, architecture: str = "LlamaForCausalLM", seed: int = 0, make: Make | None = None, **changes: Any
 ) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """A config.json, the tensors of a quantized checkpoint, and those of the checkpoint without quantization that it means."""
-    quantization, make = FORMATS[name]
+    """A config.json, the tensors of a quantized checkpoint, and those of the checkpoint without quantization that it means. make: of
+    weights, instead of the format's own."""
+    quantization, make = FORMATS[name][0], make or FORMATS[name][1]
     config = hf_config(architecture, **({"hidden_size": 64, "head_dim": 16, "dtype": "bfloat16"} | changes))
     plain = random_tensors(config, seed=seed, dtype="bfloat16")
     quantized, random = {}, np.random.default_rng(seed)

@@ -107,11 +107,12 @@ def test_a_manifest_of_another_version_and_a_broken_checkpoint(source, tmp_path)
         *({"format": 1}, {"dtype": "int8"}, {"more": 1}, {"source": None}),
         *({"shapes": []}, {"shapes": {"x": None}}, {"shapes": {"x": [1.5]}}, {"sha256": []}, {"sha256": {"x": 1}}),
         *({"written": None}, {"written": {"target": 3, "draft": []}}, {"written": {"target": {"x": 3}, "draft": {}}}),
+        *({"packed": []}, {"packed": {"x": 1}}, {"packed": {"x": {name: [[1], "uint8"] for name in ("codes", "scale", "zero")}}}),
         *({"files": {"x": "1"}}, {"versions": []}, {"versions": {"jax": 1}}),
     )
     for changed in broken:
         (out / "qspec.json").write_text(json.dumps(manifest | changed))
-        with pytest.raises(InputError, match="not a manifest of format 2"):
+        with pytest.raises(InputError, match="not a manifest of format 3"):
             load_model(out)
     (out / "qspec.json").write_text(json.dumps(manifest))
     load_model(out)

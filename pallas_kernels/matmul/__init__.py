@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, Weight
+from pallas_kernels.matmul.support import FEW_ROWS
 
 
 def linear(
@@ -72,7 +73,9 @@ def int4_matmul(
     One launch computes all of them, where a kernel runs.
     Raises NotImplementedError where the implementation asked for does not support the device or the shapes.
     """
-    return choose("matmul", implementation, x, weights, weight_format="int4", rows=_rows(x)).int4_matmul(x, weights)
+    # For many rows, as in prefill, XLA is not slow.
+    few = _rows(x) <= FEW_ROWS
+    return choose("matmul", implementation, x, weights, weight_format="int4", rows=_rows(x), slow_reference=few).int4_matmul(x, weights)
 
 
 def unsupported(x: Array, weights: Sequence[Int4Weight], implementation: str) -> str | None:

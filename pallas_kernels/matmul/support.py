@@ -13,6 +13,7 @@ from pallas_kernels.formats.weights import Int4Weight, Int8Weight
 
 GROUP_SIZE = 128
 MAX_ROWS = 16  # of the kernels for few rows
+FEW_ROWS = 64  # up to which there are kernels for INT4 weights
 OUTPUTS = 16  # a weight has a multiple of these
 
 

@@ -24,10 +24,11 @@ from qspec_jax.models.sharding import weight_sharding
 Entry = TypeVar("Entry")
 
 MANIFEST = "qspec.json"
-FORMAT = 2
+FORMAT = 3
 TARGET, DRAFT = "target", "draft"
 BATCH_BYTES = 1 << 28  # read or written at once: with fewer, Orbax's own work takes longer
 LOADED_BYTES = 1 << 30  # moved to the device at once
+_STORED = ("uint8", "float16", "bfloat16", "float32")  # dtypes of arrays of packed weights
 _PLAIN = re.compile(r"[\w/.,=+@~ -]*")  # paths that Orbax can use: it finds files by patterns, and reads \ as /
 
 
@@ -40,6 +41,7 @@ class Manifest:
         dtype: of the stored weights.
         draft_bits: 4, or 16 if no draft is stored.
         shapes: of each weight in the source, by its path in the model.
+        packed: the stored arrays of each weight that is in INT4, by its path: the shape and the dtype of codes, scale and zero.
         sha256: hashes of each weight in the source (see `digest`).
         written: hashes of the stored weights, by `TARGET` and `DRAFT`.
         files: bytes of each file that Orbax wrote.
@@ -51,11 +53,26 @@ class Manifest:
     dtype: str
     draft_bits: int
     shapes: Mapping[str, Sequence[int]]
+    packed: Mapping[str, Mapping[str, Sequence[Any]]]
     sha256: Mapping[str, str]
     written: Mapping[str, Mapping[str, str]]
     files: Mapping[str, int]
     versions: Mapping[str, str]
     format: int = FORMAT
+
+    def stored_shapes(self, dtype: Any) -> dict[str, Any]:
+        """Shapes for `restore` of all weights of the target, of which those that are not packed are to have a dtype."""
+        plain = {path: jax.ShapeDtypeStruct(tuple(shape), dtype) for path, shape in self.shapes.items()}
+        packed = {
+            path: Int4Weight(**{name: jax.ShapeDtypeStruct(tuple(shape), np.dtype(kind)) for name, (shape, kind) in arrays.items()})
+            for path, arrays in self.packed.items()
+        }
+        return plain | packed
+
+
+def described(weight: Int4Weight) -> dict[str, tuple[tuple[int, ...], str]]:
+    """The shape and the dtype of each array of a weight, as a manifest has them."""
+    return {name: (array.shape, np.dtype(array.dtype).name) for name, array in _as_dict(weight).items()}
 
 
 def is_converted(directory: Path) -> bool:
@@ -92,6 +109,15 @@ def _is_manifest(raw: Mapping[str, Any]) -> bool:
     def has_values(found: Any, fits: Callable[[Any], bool]) -> bool:
         return isinstance(found, dict) and all(map(fits, found.values()))
 
+    def is_array(found: Any) -> bool:
+        return (
+            isinstance(found, list)
+            and len(found) == 2
+            and isinstance(found[0], list)
+            and all(map(is_size, found[0]))
+            and found[1] in _STORED
+        )
+
     def has_texts(found: Any) -> bool:
         return has_values(found, lambda value: isinstance(value, str))
 
@@ -100,12 +126,21 @@ def _is_manifest(raw: Mapping[str, Any]) -> bool:
         and raw["dtype"] in ("bfloat16", "float32")
         and raw["draft_bits"] in (4, 16)
         and has_values(raw["shapes"], lambda shape: isinstance(shape, list) and all(map(is_size, shape)))
+        and has_values(raw["packed"], lambda arrays: has_values(arrays, is_array) and arrays.keys() == {"codes", "scale", "zero"})
+        and all(_is_packed(raw["shapes"].get(path), arrays) for path, arrays in raw["packed"].items())
         and has_values(raw["written"], has_texts)
         and raw["written"].keys() == {TARGET, DRAFT}
         and has_values(raw["files"], is_size)
         and has_texts(raw["sha256"])
         and has_texts(raw["versions"])
     )
+
+
+def _is_packed(shape: Any, arrays: Mapping[str, Sequence[Any]]) -> bool:
+    """Whether arrays have the shapes of the parts of an Int4Weight of this shape."""
+    codes, scale, zero = (arrays[name][0] for name in ("codes", "scale", "zero"))
+    whole = isinstance(shape, list) and len(shape) == 2 and len(codes) == 3
+    return whole and codes[0] == shape[0] and 2 * codes[1] * codes[2] == shape[1] and codes[:2] == scale == zero
 
 
 def digest(weight: Any) -> str:

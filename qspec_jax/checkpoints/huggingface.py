@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
+from pallas_kernels.formats.weights import Int4Weight
 from qspec_jax.checkpoints import converted
 from qspec_jax.checkpoints.gguf_file import is_gguf
 from qspec_jax.checkpoints.gguf_source import gguf_config
 from qspec_jax.checkpoints.hub import local
 from qspec_jax.checkpoints.other_formats import MERGE, describe_folder, is_of_an_adapter
 from qspec_jax.checkpoints.quantized.formats import KEY, quantized_format
-from qspec_jax.checkpoints.quantized.tensor import Parts, QuantizedTensor
+from qspec_jax.checkpoints.quantized.tensor import GroupedTensor, Parts, QuantizedTensor
 from qspec_jax.checkpoints.safetensors_file import FLOAT_NAMES, FLOATS, Tensor, read_header
 from qspec_jax.checkpoints.small_files import small_file
 from qspec_jax.checkpoints.source import WeightSource
@@ -118,6 +119,7 @@ class Source(WeightSource):
         self.places = places(self.config)
         self._rename(tensor_shapes(self.config).keys() | {self.head})
         self._find_quantized()
+        self.is_quantized = any(isinstance(tensor, QuantizedTensor) for tensor in self.tensors.values())
         self._check()
 
     def read(self, path: str, memory: np.ndarray | None = None) -> np.ndarray:
@@ -130,6 +132,28 @@ class Source(WeightSource):
         """Bytes of the array that `read` returns."""
         place = self.places[path]
         return place.size * np.dtype(FLOATS[self.tensors[place.name].dtype]).itemsize
+
+    def can_pack(self, path: str) -> bool:
+        """See `WeightSource`."""
+        tensor = self.tensors[self.places[path].name]
+        return isinstance(tensor, GroupedTensor) and tensor.can_pack()
+
+    def read_packed(self, path: str) -> Int4Weight:
+        """See `WeightSource`."""
+        tensor, first, rows = self._grouped(path)
+        return tensor.pack(first, rows)
+
+    def read_parameters(self, path: str) -> tuple[np.ndarray, np.ndarray]:
+        """See `WeightSource`."""
+        tensor, first, rows = self._grouped(path)
+        return tensor.parameters(first, rows)
+
+    def _grouped(self, path: str) -> tuple[GroupedTensor, int, int]:
+        """The tensor of a weight that can be packed, and its rows there: the first one, and their number."""
+        place = self.places[path]
+        tensor = self.tensors[place.name]
+        assert isinstance(tensor, GroupedTensor)
+        return tensor, place.first or 0, place.shape[0]
 
     def check_contents(self) -> None:
         """Raises InputError for wrong contents.

@@ -2,13 +2,16 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.formats.weights import Int4Weight
 from qspec_jax.caches.registry import CacheConfig
-from qspec_jax.checkpoints.loading import config_and_dtype
+from qspec_jax.checkpoints.loading import config_and_outline
 from qspec_jax.checkpoints.tensor_names import weight_shapes
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
@@ -22,8 +25,8 @@ class ModelInfo:
     """A checkpoint's settings and sizes.
 
     Attributes:
-        weight_bytes: of the weights, in the dtype that the checkpoint is loaded in.
-        draft_weight_bytes: of the INT4 weights that a draft adds.
+        weight_bytes: of the weights, as the checkpoint is loaded.
+        draft_weight_bytes: of the INT4 weights that a draft adds; it reads those of the target that are in INT4.
         context: tokens of one sequence, for which the caches are sized.
         cache_bytes: of the hierarchical cache, or the one that was asked for.
         full_cache_bytes: of a cache in the model's precision.
@@ -61,33 +64,38 @@ def model_info(directory: str | Path, *, context: int | None = None, cache: Cach
     Raises:
         InputError: as loading does, and for a context below 1.
     """
-    config, dtype = config_and_dtype(directory)
-    dtype = jnp.dtype(dtype)
+    config, loaded_as, weights = config_and_outline(directory)
+    dtype = jnp.dtype(loaded_as)
     context = config.max_length if context is None else context
     if context < 1:
         raise InputError(f"context {context} should be at least 1 token")
     with jax.enable_x64(dtype == jnp.float64):
-        return _sizes(config, dtype, context, cache or CacheConfig())
+        return _sizes(config, weights, dtype, context, cache or CacheConfig())
 
 
-def _sizes(config: LlamaConfig, dtype: jnp.dtype, context: int, cache: CacheConfig) -> ModelInfo:
-    weights = {path: jax.ShapeDtypeStruct(shape, dtype) for path, shape in weight_shapes(config).items()}
-    drafted = [jax.eval_shape(quantize_weight, w) for path, w in weights.items() if is_linear(path)]
+def _sizes(config: LlamaConfig, weights: Mapping[str, Any], dtype: jnp.dtype, context: int, cache: CacheConfig) -> ModelInfo:
+    own = [w for path, w in weights.items() if is_linear(path) and not isinstance(w, Int4Weight)]
+    drafted = [jax.eval_shape(quantize_weight, w) for w in own]
     drafted.append(jax.eval_shape(quantize_rows, weights.get("head", weights["embedding"])))
 
     def cache_bytes(kind: CacheConfig) -> int:
         sizes = dict(batch=1, capacity=context, num_speculative_tokens=GAMMA, dtype=dtype)
         return jax.eval_shape(lambda: kind.empty(config, **sizes)).num_bytes
 
-    parameters = sum(math.prod(w.shape) for w in weights.values())
+    parameters = sum(math.prod(shape) for shape in weight_shapes(config).values())
     same = ("dtype", "num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
     return ModelInfo(
         **{name: getattr(config, name) for name in (*same, "architecture", "tie_word_embeddings", "max_length", "eos_token_ids")},
         rope_type=config.rope.rope_type,
         parameters=parameters,
-        weight_bytes=parameters * dtype.itemsize,
-        draft_weight_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(drafted)),
+        weight_bytes=_bytes(weights),
+        draft_weight_bytes=_bytes(drafted),
         context=context,
         cache_bytes=cache_bytes(cache),
         full_cache_bytes=cache_bytes(CacheConfig("full")),
     )
+
+
+def _bytes(shapes: Any) -> int:
+    """Bytes of arrays of these shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))

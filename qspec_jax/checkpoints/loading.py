@@ -2,6 +2,8 @@
 
 import dataclasses
 import logging
+import math
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -10,30 +12,45 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from tqdm import tqdm
 
+from pallas_kernels.formats.weights import Int4Weight, dequantize_weight
+from pallas_kernels.matmul.support import GROUP_SIZE
 from qspec_jax.checkpoints import converted
 from qspec_jax.checkpoints.gguf_file import is_gguf
 from qspec_jax.checkpoints.gguf_source import GgufSource
 from qspec_jax.checkpoints.hub import local
 from qspec_jax.checkpoints.huggingface import Source, load_config
+from qspec_jax.checkpoints.quantized.formats import quantized_format
 from qspec_jax.checkpoints.source import WeightSource
 from qspec_jax.checkpoints.tensor_names import weight_shapes
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.errors import InputError
+from qspec_jax.files import read_json
 from qspec_jax.models.config import LlamaConfig
-from qspec_jax.models.llama import Llama, Origin
+from qspec_jax.models.llama import Llama, Origin, Weight
 from qspec_jax.models.placement import Placement
+from qspec_jax.quantization.weights import is_linear
 
 log = logging.getLogger(__name__)
+PACKED, DEQUANTIZED = "packed", "dequantized"  # how linear layers of a quantized checkpoint are loaded
 _LOADED_AS = ("bfloat16", "float32", "float64")
 
 
-def load_model(directory: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None, progress: bool | None = None) -> Llama:
+def load_model(
+    directory: str | Path,
+    *,
+    dtype: str | None = None,
+    weights: str | None = None,
+    mesh: Mesh | None = None,
+    progress: bool | None = None,
+) -> Llama:
     """Loads a model, a tensor at a time.
 
     Args:
         directory: a Hugging Face directory (config.json and safetensors), ORG/NAME on the Hub, a GGUF file or the folder of one, or a
             converted directory.
         dtype: bfloat16, float32 or float64; None: the checkpoint's own (float16 becomes bfloat16).
+        weights: for a quantized checkpoint "packed", which keeps linear layers of 4 bits in INT4 where their groups allow it, or
+            "dequantized"; None: see `packed_paths`, and a converted directory as it is stored.
         mesh: devices to divide the model over, with one axis, "model" (see `models.sharding`); None: the default device.
         progress: whether a bar is shown; None: where standard error is a terminal.
 
@@ -43,7 +60,9 @@ def load_model(directory: str | Path, *, dtype: str | None = None, mesh: Mesh | 
     """
     directory = local(directory, progress=progress)
     is_converted = converted.is_converted(directory)
-    model = _load_converted(directory, dtype, mesh) if is_converted else _load_source(directory, dtype, mesh, progress)
+    if weights not in (None, PACKED, DEQUANTIZED):
+        raise InputError(f"weights {weights!r} should be {PACKED} or {DEQUANTIZED}")
+    model = _load_converted(directory, dtype, weights, mesh) if is_converted else _load_source(directory, dtype, weights, mesh, progress)
     model.origin = Origin(directory.resolve())
     return model
 
@@ -61,15 +80,66 @@ def open_source(checkpoint: str | Path) -> WeightSource:
     return GgufSource(path) if is_gguf(path) else Source(path)
 
 
-def _load_source(directory: Path, dtype: str | None, mesh: Mesh | None, progress: bool | None) -> Llama:
+def packed_paths(source: WeightSource, dtype: jnp.dtype, weights: str | None, mesh: Mesh | None = None) -> frozenset[str]:
+    """The paths of the weights of a quantized checkpoint that stay in INT4, as they are stored.
+
+    Without a choice they stay in INT4 if kernels can multiply by all of them: a model in bfloat16 on one device, and groups of 128 inputs
+    with scales in bfloat16 and without zero points.
+
+    Args:
+        source: the checkpoint.
+        dtype: of the model.
+        weights: `PACKED`, `DEQUANTIZED`, or None for no choice.
+        mesh: the devices of the model.
+
+    Raises:
+        InputError: for packed weights if there are none, or on several devices.
+    """
+    linears = [path for path in source.places if is_linear(path)]
+    packable = [] if weights == DEQUANTIZED else [path for path in linears if source.can_pack(path)]
+    if weights == PACKED and not packable:
+        raise InputError(
+            f"{source.directory}: no linear layer of it is stored in whole groups of 4-bit codes; load it without {PACKED} weights"
+        )
+    if weights == PACKED and mesh is not None:
+        raise InputError(f"{source.directory}: {PACKED} weights are not divided over devices; load it with {DEQUANTIZED} weights")
+    if weights is None:
+        suits = mesh is None and dtype == jnp.bfloat16 and len(packable) == len(linears)
+        packable = packable if suits and all(_has_kernels(source.read_packed(path)) for path in packable) else []
+    return frozenset(packable)
+
+
+def log_packed(source: WeightSource, packed: Set[str], dtype: jnp.dtype) -> None:
+    """Logs how many linear layers of a quantized checkpoint stay in INT4."""
+    if source.is_quantized:
+        what = f"{len(packed)} of {sum(map(is_linear, source.places))} stay in INT4" if packed else f"they are dequantized to {dtype.name}"
+        log.info("%s: its linear layers are quantized; %s", source.directory, what)
+
+
+def with_packed(config: LlamaConfig, packed: Set[str]) -> LlamaConfig:
+    """The config of a model of which these weights are in INT4."""
+    return dataclasses.replace(config, int4_weights=bool(packed) and packed >= set(filter(is_linear, weight_shapes(config))))
+
+
+def _has_kernels(weight: Int4Weight) -> bool:
+    """Whether kernels for bfloat16 can multiply by a weight."""
+    return 2 * weight.codes.shape[-1] == GROUP_SIZE and {weight.scale.dtype, weight.zero.dtype} == {jnp.dtype(jnp.bfloat16)}
+
+
+def _load_source(directory: Path, dtype: str | None, weights: str | None, mesh: Mesh | None, progress: bool | None) -> Llama:
     source = open_source(directory)
     source.check_contents()
     wanted = jnp.dtype(as_loaded(dtype or stored_dtype(source.config)))
-    placement = Placement(source.config, mesh)
-    _check_fits(directory, placement, wanted)
+    packed = packed_paths(source, wanted, weights, mesh)
+    log_packed(source, packed, wanted)
+    placement = Placement(with_packed(source.config, packed), mesh)
+    _check_fits(directory, placement, wanted, packed)
     with tqdm(total=len(source.places), desc="load", unit="tensor", disable=None if progress is None else not progress) as bar:
 
-        def make(path: str, shape: tuple[int, ...]) -> jax.Array:
+        def make(path: str, shape: tuple[int, ...]) -> Weight:
+            if path in packed:
+                bar.update()
+                return jax.tree.map(jnp.asarray, source.read_packed(path))
             array = source.read(path)
             bar.update()
             # Cast on the host, so that the device never holds two copies.
@@ -82,21 +152,34 @@ def _load_source(directory: Path, dtype: str | None, mesh: Mesh | None, progress
     return model
 
 
-def _load_converted(directory: Path, dtype: str | None, mesh: Mesh | None) -> Llama:
+def _load_converted(directory: Path, dtype: str | None, weights: str | None, mesh: Mesh | None) -> Llama:
     config, manifest = config_and_manifest(directory)
-    wanted, placement = jnp.dtype(as_loaded(dtype or manifest.dtype)), Placement(config, mesh)
-    _check_fits(directory, placement, wanted)
-    shapes = {path: jax.ShapeDtypeStruct(shape, wanted) for path, shape in weight_shapes(config).items()}
-    weights = converted.restore(directory, converted.TARGET, shapes, placement)
-    return placement.model(lambda path, shape: placement.spread(path, weights[path]))
+    wanted, packed = jnp.dtype(as_loaded(dtype or manifest.dtype)), frozenset() if weights == DEQUANTIZED else frozenset(manifest.packed)
+    placement = Placement(with_packed(config, packed), mesh)
+    if weights == PACKED and not manifest.packed:
+        raise InputError(f"{directory}: its weights are stored dequantized; convert the checkpoint again with {PACKED} weights")
+    if manifest.packed and mesh is not None:
+        raise InputError(f"{directory}: {PACKED} weights are not divided over devices; convert the checkpoint with {DEQUANTIZED} weights")
+    _check_fits(directory, placement, wanted, packed)
+    restored = converted.restore(directory, converted.TARGET, manifest.stored_shapes(wanted), placement)
+
+    def make(path: str, shape: tuple[int, ...]) -> Weight:
+        weight = restored.pop(path)
+        if weights == DEQUANTIZED and isinstance(weight, Int4Weight):
+            return dequantize_weight(weight, jnp.float32).astype(wanted)
+        return placement.spread(path, weight)
+
+    return placement.model(make)
 
 
-def _check_fits(directory: Path, placement: Placement, dtype: jnp.dtype) -> None:
-    """Raises InputError if a device of this process has less memory than its share of the weights takes."""
+def _check_fits(directory: Path, placement: Placement, dtype: jnp.dtype, packed: Set[str]) -> None:
+    """Raises InputError if a device of this process has less memory than its share of the weights takes, without scales of packed ones."""
     mesh = placement.mesh
     own = jax.local_devices() if mesh is None else [each for each in mesh.devices.flat if each.process_index == jax.process_index()]
     room = (own[0].memory_stats() or {}).get("bytes_limit") if own else None  # None on a CPU
-    needed = placement.bytes_on_device(weight_shapes(placement.config), dtype.itemsize)
+    shapes = weight_shapes(placement.config)
+    needed = placement.bytes_on_device({path: shape for path, shape in shapes.items() if path not in packed}, dtype.itemsize)
+    needed += sum(math.prod(shapes[path]) // 2 for path in packed)
     if room is not None and needed > room:
         share = "" if mesh is None else " a device"
         raise InputError(
@@ -106,13 +189,46 @@ def _check_fits(directory: Path, placement: Placement, dtype: jnp.dtype) -> None
 
 
 def config_and_dtype(directory: str | Path) -> tuple[LlamaConfig, str]:
-    """The config of a checkpoint, and the dtype that it is loaded as by default; no weight is read. Raises InputError as `load_model`."""
+    """The config of a checkpoint's model, and the dtype that it is loaded as by default.
+
+    No weight is read but the scales of those that may stay in INT4. Raises InputError as `load_model`.
+    """
+    return config_and_outline(directory)[:2]
+
+
+def config_and_outline(directory: str | Path) -> tuple[LlamaConfig, str, dict[str, jax.ShapeDtypeStruct | Int4Weight]]:
+    """`config_and_dtype`, and the shapes of the weights that `load_model` makes by default, by their paths."""
     directory = local(directory)
     if converted.is_converted(directory):
         config, manifest = config_and_manifest(directory)
-        return dataclasses.replace(config, dtype=manifest.dtype), manifest.dtype
-    config = open_source(directory).config
-    return config, stored_dtype(config)
+        weights = manifest.stored_shapes(jnp.dtype(manifest.dtype))
+        return dataclasses.replace(with_packed(config, manifest.packed.keys()), dtype=manifest.dtype), manifest.dtype, weights
+    source = open_source(directory)
+    dtype = jnp.dtype(stored_dtype(source.config))
+    packed = packed_paths(source, dtype, None)
+
+    def outline(path: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct | Int4Weight:
+        if path not in packed:
+            return jax.ShapeDtypeStruct(shape, dtype)
+        scale, zero = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in source.read_parameters(path))
+        out, groups = scale.shape
+        return Int4Weight(jax.ShapeDtypeStruct((out, groups, shape[1] // groups // 2), jnp.uint8), scale, zero)
+
+    return with_packed(source.config, packed), dtype.name, {path: outline(path, place.shape) for path, place in source.places.items()}
+
+
+def planned_config(directory: str | Path) -> LlamaConfig:
+    """The config of the model that is loaded from a checkpoint by default, by its settings alone: its weights need not be there.
+
+    Raises InputError as `load_config`.
+    """
+    config, directory = load_config(directory), local(directory)
+    if is_gguf(directory):
+        return config
+    if converted.is_converted(directory):
+        return with_packed(config, converted.read_manifest(directory).packed.keys())
+    form = quantized_format(directory, read_json(directory / "config.json"))
+    return dataclasses.replace(config, int4_weights=form is not None and form.suits_kernels and config.dtype == "bfloat16")
 
 
 def config_and_manifest(directory: Path) -> tuple[LlamaConfig, converted.Manifest]:
@@ -132,9 +248,9 @@ def as_loaded(dtype: str) -> str:
     return dtype
 
 
-def load(directory: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None) -> tuple[Llama, Any]:
+def load(directory: str | Path, *, dtype: str | None = None, weights: str | None = None, mesh: Mesh | None = None) -> tuple[Llama, Any]:
     """The model and the tokenizer of a checkpoint directory, see `load_model`. Raises InputError."""
-    return load_model(directory, dtype=dtype, mesh=mesh), load_tokenizer(directory)
+    return load_model(directory, dtype=dtype, weights=weights, mesh=mesh), load_tokenizer(directory)
 
 
 def stored_dtype(config: LlamaConfig) -> str:

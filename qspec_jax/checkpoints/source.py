@@ -8,6 +8,7 @@ from typing import Protocol
 import ml_dtypes
 import numpy as np
 
+from pallas_kernels.formats.weights import Int4Weight
 from qspec_jax.checkpoints.tensor_names import Place
 from qspec_jax.errors import listed
 from qspec_jax.models.config import LlamaConfig
@@ -28,12 +29,14 @@ class WeightSource(Protocol):
         directory: the directory or the file of the checkpoint, for messages and for the tokenizer.
         config: of the model; its dtype is the one that the weights are loaded in by default.
         places: for each weight of the model, by its path in `Llama`, the name of its tensor and its shape.
+        is_quantized: whether linear layers are stored as codes.
         not_finite: names of the examined tensors that have infinities or NaNs.
     """
 
     directory: Path
     config: LlamaConfig
     places: Mapping[str, Place]
+    is_quantized: bool = False
     not_finite: set[str]
 
     def read(self, path: str, memory: np.ndarray | None = None) -> np.ndarray:
@@ -55,6 +58,21 @@ class WeightSource(Protocol):
     def read_bytes(self, path: str) -> int:
         """Bytes of the array that `read` returns."""
         ...
+
+    def can_pack(self, path: str) -> bool:
+        """Whether `read_packed` can give the weight at a path of the model."""
+        return False
+
+    def read_packed(self, path: str) -> Int4Weight:
+        """The weight at a path of the model, which is stored in groups of 4-bit codes, in INT4, in numpy arrays; see `can_pack`.
+
+        Its values in float32, code * scale + zero, are those that `read` returns, bit for bit.
+        """
+        raise NotImplementedError
+
+    def read_parameters(self, path: str) -> tuple[np.ndarray, np.ndarray]:
+        """Scale and zero of `read_packed`."""
+        raise NotImplementedError
 
     def check_contents(self) -> None:
         """Raises InputError if tensors contradict each other, such as two different copies of one."""

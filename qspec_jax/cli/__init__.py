@@ -11,6 +11,7 @@ from qspec_jax.cli import process
 # Modules of which messages of the level INFO are shown.
 INFORMING = (
     "checkpoints.gguf_source",  # which types of codes are dequantized
+    "checkpoints.loading",  # which weights of a quantized checkpoint stay in INT4
     "cli.chat",  # how long documents took to read
     "cli.generate",  # which draft was chosen
     "cli.prefill",  # what is read

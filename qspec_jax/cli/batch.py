@@ -25,6 +25,7 @@ from qspec_jax.cli.options import (
     Samples,
     SeedOfSampling,
     TensorParallel,
+    WeightsOption,
     devices_of,
     join_others,
     load,
@@ -115,6 +116,7 @@ def batch(
     samples: Samples = 1,
     seed: SeedOfSampling = None,
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
     refill: Annotated[bool, typer.Option(help="Give a free slot to the next prompt at once, not when all are free.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUTPUT, and the journal of another run.")] = False,
     as_json: Json = False,
@@ -134,8 +136,10 @@ def batch(
         raise InputError("--json prints its object on standard output, where the results would be; give OUTPUT a file, or leave --json out")
     if ray_actors and ray is None:
         raise InputError("--ray-actors is for --ray")
+    if weights and ray is not None:
+        raise InputError("--weights is for decoding here; leave it, or --ray, out")
     if distributed:
-        join_others("batch", config, seed or 0, dtype, rows_at_once, refill, on_error, columns)
+        join_others("batch", config, seed or 0, dtype, weights, rows_at_once, refill, on_error, columns)
     quiet, stops = as_json or not processes.is_first(), on_error is OnError.stop
     if ray is None:
         places = _places(config, devices, tensor_parallel, distributed=distributed)
@@ -151,7 +155,15 @@ def batch(
     of_lines = config
     if ray is None:
         network, tokenizer = processes.all_or_none(
-            lambda: load(model, dtype, quiet=quiet, place=places[0], caches=[config.cache_config], silent_on_sampling=silent_on_sampling)
+            lambda: load(
+                model,
+                dtype,
+                quiet=quiet,
+                weights=weights,
+                place=places[0],
+                caches=[config.cache_config],
+                silent_on_sampling=silent_on_sampling,
+            )
         )
         if config.draft != AUTO:  # a draft that is named is made first: lines that are too long for its model are wrong
             of_lines = processes.all_or_none(lambda: with_made_draft(config, network))
@@ -173,7 +185,13 @@ def batch(
     work = dict(on_ray=ray is not None, shared=alone)
     prepared = processes.all_or_none(lambda: prepare_lines(network, tokenizer, good, config, rows_at_once, **work))
     processes.all_or_none(checkpoints.check_unchanged)
-    run = run_identity([content, *_named(prefixes.contents)], prepared, checkpoints, (seed, columns), process.version_of("qspec-jax"))
+    run = run_identity(
+        [content, *_named(prefixes.contents)],
+        prepared,
+        checkpoints,
+        (seed, columns, weights and str(weights)),
+        process.version_of("qspec-jax"),
+    )
     journal = open_journal(written_by_first(output), run, lines, name, overwrite=overwrite)
     todo = [i for i, line in enumerate(good) if line.number not in journal.done]
     report = {"lines": len(lines), "wrong": len(lines) - len(good), "done_before": len(good) - len(todo)}

@@ -12,7 +12,17 @@ from typing import Annotated
 
 import typer
 
-from qspec_jax.cli.options import DtypeOption, ModelDirectory, SeedOfSampling, StateFile, load, megabytes, used_seed, with_settings
+from qspec_jax.cli.options import (
+    DtypeOption,
+    ModelDirectory,
+    SeedOfSampling,
+    StateFile,
+    WeightsOption,
+    load,
+    megabytes,
+    used_seed,
+    with_settings,
+)
 from qspec_jax.cli.process import CtrlC, CtrlCAtPrompt
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.conversation import INTERRUPTED, Answer, Conversation
@@ -50,6 +60,7 @@ def chat(
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")] = None,
     seed: SeedOfSampling = None,
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
 ):
     """Talk with a model: each line is a message, /help lists commands. Through a pipe there are no prompt signs, and an error ends it."""
     if config.logprobs is not None:
@@ -61,7 +72,9 @@ def chat(
     if len(set(names := [name_of(path) for path in file or []])) < len(names):
         raise InputError(f"--file {next(name for name in names if names.count(name) > 1)} is given twice")
     documents = {name: read_text(path) for name, path in zip(names, file or [])}
-    network, tokenizer = load(model, dtype, quiet=False, caches=[config.cache_config], silent_on_sampling=silent_on_sampling)
+    network, tokenizer = load(
+        model, dtype, quiet=False, weights=weights, caches=[config.cache_config], silent_on_sampling=silent_on_sampling
+    )
     settings = dict(config=config, key=key_of(used_seed(seed, [config])), system=system, documents=documents)
     talk = Conversation(network, tokenizer, **settings)
     if state is not None:

@@ -10,7 +10,7 @@ import typer
 from convert.compare import verify
 from convert.to_hf import export
 from convert.to_orbax import convert
-from qspec_jax.cli.options import Json
+from qspec_jax.cli.options import Json, WeightsOption
 from qspec_jax.files import to_json
 
 conversions = typer.Typer()
@@ -28,13 +28,14 @@ def convert_command(
     directory: Annotated[Path, typer.Argument(metavar="DST", help="Directory to make.")],
     dtype: Annotated[ConvertedDtype | None, typer.Option("--dtype", help="Dtype of the weights: as stored, if not given.")] = None,
     draft_bits: Annotated[int, typer.Option("--draft-bits", help="4 stores the draft's INT4 weights too; 16 does not.")] = 16,
+    weights: WeightsOption = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an earlier conversion, in a directory that holds nothing else.")
     ] = False,
     as_json: Json = False,
 ):
     """Convert a checkpoint, so that it loads faster. It restores straight to devices, its draft with it."""
-    settings = dict(dtype=dtype and dtype.value, draft_bits=draft_bits, overwrite=overwrite)
+    settings = dict(dtype=dtype and dtype.value, draft_bits=draft_bits, weights=weights and weights.value, overwrite=overwrite)
     report = convert(source, directory, progress=False if as_json else None, **settings)
     if as_json:
         print(to_json(dataclasses.asdict(report)))

@@ -23,6 +23,7 @@ from qspec_jax.cli.options import (
     Plot,
     Seed,
     SensitiveLayers,
+    WeightsOption,
     check_group_size,
     check_proposes,
     load,
@@ -69,9 +70,11 @@ ComparedCaches = Annotated[
 BatchSize = Annotated[int, typer.Option(min=1, help="Prompts at a time.")]
 
 
-def _model(model: str | None, dtype: str | None, *, quiet: bool, caches: Sequence[CacheConfig] = ()) -> tuple[Llama, Any]:
+def _model(
+    model: str | None, dtype: str | None, weights: str | None, *, quiet: bool, caches: Sequence[CacheConfig] = ()
+) -> tuple[Llama, Any]:
     """The model and its tokenizer: those of a checkpoint, or the embedded ones. For `caches` see `load`."""
-    return load(*_with_embedded(model, dtype), quiet=quiet, caches=caches)
+    return load(*_with_embedded(model, dtype), quiet=quiet, weights=weights, caches=caches)
 
 
 def _with_embedded(model: str | None, dtype: str | None) -> tuple[str | Path, str | None]:
@@ -141,6 +144,7 @@ def acceptance_command(
     calibrate: Calibrate = True,
     seed: Seed = 0,
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
     output: Output = None,
     plot: Plot = None,
     as_json: Json = False,
@@ -163,7 +167,7 @@ def acceptance_command(
 
     def measure() -> acceptance_report.AcceptanceReport:
         contents = [] if needles else _contents(file)
-        network, tokenizer = _model(model, dtype, quiet=as_json)
+        network, tokenizer = _model(model, dtype, weights, quiet=as_json)
         if needles:
             settings = dict(depths=depth_list, samples=samples or 8, style=needles.value, seed=seed)
             walks = [acceptance_report.along_answers(network, tokenizer, size, **settings) for size in contexts]
@@ -207,6 +211,7 @@ def perplexity_command(
     scheme: Scheme = CacheConfig.scheme,
     group_size: GroupSize = None,
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
     output: Output = None,
     plot: Plot = None,
     as_json: Json = False,
@@ -219,7 +224,7 @@ def perplexity_command(
 
     def measure() -> perplexity.PerplexityReport:
         contents = _contents(file)
-        network, tokenizer = _model(model, dtype, quiet=as_json, caches=caches)
+        network, tokenizer = _model(model, dtype, weights, quiet=as_json, caches=caches)
         texts, progress = _token_ids(tokenizer, contents), False if as_json else None
         return perplexity.run(_name(model), network, tokenizer, texts, names, **sizes, progress=progress)
 
@@ -238,6 +243,7 @@ def quantizers_command(
     max_new_tokens: ScoredTokens = 512,
     group_size: GroupSize = None,
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
     output: Output = None,
     plot: Plot = None,
     as_json: Json = False,
@@ -247,7 +253,7 @@ def quantizers_command(
 
     def measure() -> quantizers.QuantizersReport:
         contents = _contents(file)
-        network, tokenizer = _model(model, dtype, quiet=as_json)
+        network, tokenizer = _model(model, dtype, weights, quiet=as_json)
         texts, progress = _token_ids(tokenizer, contents), False if as_json else None
         return quantizers.run(_name(model), network, tokenizer, texts, variant or list(VariantName), **sizes, progress=progress)
 
@@ -273,6 +279,7 @@ def needle_command(
     batch_size: BatchSize = 4,
     seed: Seed = 0,
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
     plot: Plot = None,
     as_json: Json = False,
 ):
@@ -282,7 +289,7 @@ def needle_command(
     places = dict(batch_size=batch_size, progress=False if as_json else None)
 
     def measure() -> needle.NeedleReport:
-        network, tokenizer = _model(model, dtype, quiet=as_json, caches=answers.caches_of(methods))
+        network, tokenizer = _model(model, dtype, weights, quiet=as_json, caches=answers.caches_of(methods))
         return needle.run(network, tokenizer, **sizes, style=style.value, methods=methods, seed=seed, **places)
 
     show(measure, None, as_json=as_json, plot=plot)
@@ -306,6 +313,7 @@ def tasks_command(
     batch_size: BatchSize = 4,
     seed: Seed = 0,
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
     output: Output = None,
     plot: Plot = None,
     as_json: Json = False,
@@ -318,7 +326,7 @@ def tasks_command(
 
     def measure() -> text_tasks.TasksReport:
         contents = _contents(file)
-        network, tokenizer = _model(model, dtype, quiet=as_json, caches=answers.caches_of(methods))
+        network, tokenizer = _model(model, dtype, weights, quiet=as_json, caches=answers.caches_of(methods))
         return text_tasks.run(_name(model), network, tokenizer, [text for _, text in contents], asked, methods, **places)
 
     show(measure, output, as_json=as_json, plot=plot)
@@ -344,6 +352,7 @@ def harness_command(
         str | None, typer.Option(help='Settings that a task asks for, in JSON, such as {"max_seq_lengths": [4096]}.')
     ] = None,
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
     seed: Seed = 0,
     output: Output = None,
     as_json: Json = False,
@@ -363,7 +372,7 @@ def harness_command(
     def measure() -> harness_report.HarnessReport:
         checkpoint, dtype_of_model = _with_embedded(model, dtype)
         directory = hub.local(checkpoint, progress=progress)
-        network, tokenizer = load(directory, dtype_of_model, quiet=as_json, caches=caches)
+        network, tokenizer = load(directory, dtype_of_model, quiet=as_json, weights=weights, caches=caches)
         lm = harness.QspecLM(directory, **settings, progress=progress, model=network, tokenizer=tokenizer)
         return harness_report.run(lm, tasks, include_path=include_path or [], metadata=given, **chosen)
 

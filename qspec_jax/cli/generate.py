@@ -28,6 +28,7 @@ from qspec_jax.cli.options import (
     SeedOfSampling,
     SensitiveLayers,
     StateFile,
+    WeightsOption,
     join_others,
     load,
     megabytes,
@@ -78,6 +79,7 @@ def generate_command(
     samples: Samples = 1,
     seed: SeedOfSampling = None,
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
     devices: DevicesOfModel = None,
     distributed: Distributed = False,
     calibrate: Calibrate = False,
@@ -116,7 +118,7 @@ def generate_command(
             instead = "; qspec chat --state continues a conversation" if given == "--chat" else ""
             raise InputError(f"{given} cannot be combined with --state, which continues what was read as it was{instead}")
     if distributed:
-        join_others("generate", config, seed or 0, dtype, stream, as_json, chat, system)
+        join_others("generate", config, seed or 0, dtype, weights, stream, as_json, chat, system)
     named = processes.from_first(lambda: _prompts(prompt or [], prompt_file or [], piped=state is None))
     names, prompts = [name for name, _ in named], [text for _, text in named]
     if not prompts and state is None:
@@ -129,7 +131,9 @@ def generate_command(
     with contextlib.ExitStack() as opened:
         write = processes.all_or_none(lambda: opened.enter_context(output_to(written_by_first(output))))
         network, tokenizer = processes.all_or_none(
-            lambda: load(model, dtype, quiet=quiet, place=place, caches=[config.cache_config], silent_on_sampling=silent_on_sampling)
+            lambda: load(
+                model, dtype, quiet=quiet, weights=weights, place=place, caches=[config.cache_config], silent_on_sampling=silent_on_sampling
+            )
         )
         hints = () if chat or state else (hint_at_chat(tokenizer, prompt, "--chat takes it as a user's message") for prompt in prompts)
         if hint := next(filter(None, hints), None):

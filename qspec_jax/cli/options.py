@@ -145,6 +145,20 @@ ModelDirectory = Annotated[
     str,
     typer.Option("--model", metavar="DIR", help="Checkpoint directory (Hugging Face's or converted), GGUF file, or ORG/NAME on the Hub."),
 ]
+
+
+class Weights(enum.StrEnum):
+    packed = "packed"
+    dequantized = "dequantized"
+
+
+WeightsOption = Annotated[
+    Weights | None,
+    typer.Option(
+        "--weights",
+        help="Of a quantized checkpoint: packed keeps linear layers of 4 bits in INT4. If not given, they stay so where kernels read them.",
+    ),
+]
 DtypeOption = Annotated[Dtype | None, typer.Option("--dtype", help="As stored, if not given. float64 is for exactness checks on a CPU.")]
 Devices = Annotated[
     str, typer.Option("--devices", metavar="N", help="How many devices of this machine to work on, a copy of the weights on each; or all.")
@@ -322,6 +336,7 @@ def load(
     dtype: str | None,
     *,
     quiet: bool,
+    weights: str | None = None,
     place: Place | None = None,
     caches: Sequence[CacheConfig] = (),
     silent_on_sampling: bool = True,
@@ -332,6 +347,7 @@ def load(
         directory: or a name on the Hub.
         dtype: what to load it as; None: as stored.
         quiet: whether to show no progress bar.
+        weights: how linear layers of a quantized checkpoint are loaded, see `load_model`.
         place: the mesh to divide it over.
         caches: what it will have; one that no model of its shape can have is refused before weights are read.
         silent_on_sampling: False if a line is to say so where the checkpoint would sample, and decoding is greedy.
@@ -347,7 +363,7 @@ def load(
         _hint_at_sampling(directory)
     for cache in caches:
         cache.check(loading.config_and_dtype(directory)[0])
-    network = loading.load_model(directory, dtype=dtype and str(dtype), mesh=mesh, progress=progress)
+    network = loading.load_model(directory, dtype=dtype and str(dtype), weights=weights and str(weights), mesh=mesh, progress=progress)
     return network, load_tokenizer(directory)
 
 

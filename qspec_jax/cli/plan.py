@@ -8,7 +8,7 @@ from pallas_kernels.attention.support import MAX_ROUND_TOKENS
 from qspec_jax import reports
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture
 from qspec_jax.caches.registry import CACHES
-from qspec_jax.checkpoints import huggingface
+from qspec_jax.checkpoints import loading
 from qspec_jax.cli.options import Json, Output, Plot
 from qspec_jax.drafts.registry import DRAFTS
 from qspec_jax.errors import InputError
@@ -90,7 +90,7 @@ def plan(
     acceptances = parse_chances("--acceptance", acceptance or [], draft or list(DRAFTS))
     shares = parse_chances("--proposing", proposing or [], draft or list(DRAFTS))
     found = find_device(device)
-    config = huggingface.load_config(model) if arch is None else architecture(arch)
+    config = loading.planned_config(model) if arch is None else architecture(arch)
     longest = config.max_length - max_new_tokens
     if longest < 1:
         raise InputError(f"--max-new-tokens {max_new_tokens:,} should be less than the model's {config.max_length:,} positions")

@@ -8,7 +8,18 @@ from typing import Annotated
 import jax
 import typer
 
-from qspec_jax.cli.options import CacheOption, DraftOption, DtypeOption, GroupSize, Json, ModelDirectory, check_saves, load, megabytes
+from qspec_jax.cli.options import (
+    CacheOption,
+    DraftOption,
+    DtypeOption,
+    GroupSize,
+    Json,
+    ModelDirectory,
+    WeightsOption,
+    check_saves,
+    load,
+    megabytes,
+)
 from qspec_jax.decoding.chat import hint_at_chat
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.conversation import Conversation
@@ -41,6 +52,7 @@ def prefill_command(
     ] = None,
     group_size: GroupSize = None,
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
     as_json: Json = False,
 ):
     """Read a document once, and save what was read."""
@@ -49,7 +61,7 @@ def prefill_command(
         raise InputError("--system is for --chat, which reads the document as the beginning of a conversation")
     check_saves("--save", save, [file])
     text = read_text(file)
-    network, tokenizer = load(model, dtype, quiet=as_json, caches=[config.cache_config])
+    network, tokenizer = load(model, dtype, quiet=as_json, weights=weights, caches=[config.cache_config])
     tokens = checked_prompt(network, text, GenerationConfig(max_new_tokens=1), tokenizer, name=name_of(file))
     if not chat and (hint := hint_at_chat(tokenizer, text, "--chat reads it for qspec chat")):
         log.warning("%s", hint)

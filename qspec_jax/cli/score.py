@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import RenderableType
 
-from qspec_jax.cli.options import CacheOption, DtypeOption, GroupSize, Json, ModelDirectory, Output, StateFile, load
+from qspec_jax.cli.options import CacheOption, DtypeOption, GroupSize, Json, ModelDirectory, Output, StateFile, WeightsOption, load
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.out_of_memory import explained_memory
 from qspec_jax.decoding.reading import prefill
@@ -96,6 +96,7 @@ def score_command(
     cache: CacheOption = None,
     group_size: GroupSize = None,
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
     output: Output = None,
     as_json: Json = False,
 ):
@@ -109,7 +110,7 @@ def score_command(
     text = prompt if file is None else read_text(file)
 
     def measured() -> TextReport | ScoreReport:
-        network, tokenizer = load(model, dtype, quiet=as_json, caches=[config.cache_config])
+        network, tokenizer = load(model, dtype, quiet=as_json, weights=weights, caches=[config.cache_config])
         if state is not None:
             return _continued(load_state(state, network, config=config), continuation, tokenizer)
         name = "the prompt" if file is None else name_of(file)

@@ -27,7 +27,7 @@ def int4_model(
     calibration: Sequence[Sequence[int]] | None = None,
     progress: bool | None = None,
 ) -> Llama:
-    """The model with INT4 linear layers; all else is the same arrays, not copies.
+    """The model with INT4 linear layers; all else is the same arrays, not copies, and so are layers that are in INT4 already.
 
     Args:
         model: the model.
@@ -36,8 +36,10 @@ def int4_model(
         progress: a bar on standard error; None shows it on a terminal.
 
     Raises:
-        InputError: for a directory that cannot be read, or is not there any more.
+        InputError: for a directory that cannot be read, or is not there any more, and for calibration where layers are in INT4 already.
     """
+    if calibration is not None and any(isinstance(weight, Int4Weight) for weight in model.weights().values()):
+        raise InputError("calibration: the target's weights are in INT4 already, and the draft reads the same")
     if calibration is not None:
         return quantize_linears_for(model, calibration, progress=progress)
     directory = model.origin.directory

@@ -21,6 +21,7 @@ class LlamaConfig:
 
     Attributes:
         architecture: of the text model, one of `families.ARCHITECTURES`.
+        int4_weights: whether all linear layers are in INT4, as their checkpoint has them; config.json does not say it.
         wrapper: the multimodal model that the text model is a part of, one of `families.WRAPPERS`; None for a text model by itself.
         qk_norm: what the norm of queries and keys covers, one of `families.QK_NORMS`; None without such a norm.
         norms: where the other norms are, one of `families.NORM_PLACES`.
@@ -58,6 +59,7 @@ class LlamaConfig:
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
     wrapper: str | None = None
+    int4_weights: bool = False
 
     @property
     def gated_mlp(self) -> bool:

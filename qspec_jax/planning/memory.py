@@ -45,7 +45,8 @@ def memory_of(
     steps = [each for each in drafts if each.model is not None]
     shared = [each for each in steps if not each.model.own_model]
     # Drafts of the target's own model have its INT4 weights in common, and those that step the same layers their head too.
-    draft = sum(4 in bits for bits in zip(*(each.weight_bits for each in shared))) * int4_bytes(config)
+    own = sum(4 in bits for bits in zip(*(each.weight_bits for each in shared)))
+    draft = 0 if config.int4_weights else own * int4_bytes(config)
     heads = {each.weight_bits for each in shared if each.head_bits == 8}
     decoding = len(heads) * head_bytes(config, 8)  # made after prefill
     shapes = cache.outline(config, context + new_tokens, gamma)

@@ -55,7 +55,7 @@ class StepReads:
 def own_step(config: LlamaConfig, cache: Cache, tokens: int) -> StepReads:
     """What a pass of the model itself reads of a row with `tokens` tokens, those of the pass included: its own weights, and all of its
     cache in both planes. cache: its shapes."""
-    layer = LayerReads(**dataclasses.asdict(cache.reads(BOTH_PLANES, tokens)))
+    layer = LayerReads(**dataclasses.asdict(cache.reads(BOTH_PLANES, tokens)), weight_bits=4 if config.int4_weights else 16)
     return StepReads(config, (layer,) * config.num_layers, 16, *cache.bytes_of_pass(BOTH_PLANES, tokens))
 
 

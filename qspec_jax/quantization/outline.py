@@ -15,12 +15,14 @@ def outline(config: LlamaConfig, *, int4: bool = False, dtype: str = "bfloat16")
 
     Args:
         config: the model's shape.
-        int4: whether linear layers are in INT4.
+        int4: whether linear layers are in INT4, also where the config does not say so.
         dtype: of all other weights.
     """
 
+    has_int4 = int4 or config.int4_weights
+
     def make(path: str, shape: tuple[int, ...]) -> Weight:
-        return int4_outline(shape, dtype) if int4 and is_linear(path) else jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+        return int4_outline(shape, dtype) if has_int4 and is_linear(path) else jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
     return Llama(config, make)
 

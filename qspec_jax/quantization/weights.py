@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.formats.quantization import pack
 from pallas_kernels.formats.rounding import accumulation_dtype, parameter_dtype, round_down, round_up
-from pallas_kernels.formats.weights import Int4Weight, Int8Weight
+from pallas_kernels.formats.weights import Int4Weight, Int8Weight, Weight
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.sharding import divided_over, mesh_of
@@ -140,14 +140,16 @@ def is_linear(path: str) -> bool:
 
 
 def quantize_linears(model: Llama) -> Llama:
-    """The model with INT4 linear layers; embedding, head, norms and biases are the same arrays, not copies."""
+    """The model with INT4 linear layers; embedding, head, norms, biases and layers in INT4 already are the same arrays, not copies."""
     weights = model.weights()
     mesh = mesh_of(weights)
 
-    def quantize(path, weight):
+    def quantized(path: str, weight: Weight) -> Weight:
+        if not is_linear(path) or isinstance(weight, Int4Weight):
+            return weight
         return divided_over(mesh, _in_groups_of(group_size_over(mesh, path, weight)))(weight)
 
-    return model.with_weights({path: quantize(path, weight) if is_linear(path) else weight for path, weight in weights.items()})
+    return model.with_weights({path: quantized(path, weight) for path, weight in weights.items()})
 
 
 def group_size_over(mesh: Mesh | None, path: str, weight: Float[Array, "out in"]) -> int:

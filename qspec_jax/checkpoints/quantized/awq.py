@@ -49,6 +49,7 @@ class AwqFormat:
     group_size: int
     name = "AWQ"
     suffixes = ("qweight", "qzeros", "scales")
+    suits_kernels = False
     unused = ()
 
     def tensor(self, module: str, shape: tuple[int, int], parts: Parts) -> AwqTensor | None:

@@ -54,6 +54,7 @@ class GptqFormat:
     minus_one: bool
     name = "GPTQ"
     suffixes = ("qweight", "qzeros", "scales", "g_idx")
+    suits_kernels = False
     unused = ()
 
     def tensor(self, module: str, shape: tuple[int, int], parts: Parts) -> GptqTensor | None:

@@ -8,6 +8,7 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
+from pallas_kernels.formats.weights import Int4Weight
 from qspec_jax.checkpoints.safetensors_file import FLOATS, Tensor
 from qspec_jax.errors import InputError
 
@@ -22,12 +23,16 @@ class Format(Protocol):
     Attributes:
         name: of the format, for messages.
         suffixes: the last parts of the names of tensors that a quantized weight consists of, without the name of its module.
+        suits_kernels: whether kernels can multiply by its codes where its scales are in bfloat16, by the settings.
         unused: the last parts of names of tensors that a quantized module may have too, and that its weight does not need.
     """
 
     name: str
     suffixes: tuple[str, ...]
     unused: tuple[str, ...]
+
+    @property
+    def suits_kernels(self) -> bool: ...
 
     def tensor(self, module: str, shape: tuple[int, int], parts: Parts) -> "QuantizedTensor | None":
         """The quantized weight of a module.
@@ -139,6 +144,31 @@ class GroupedTensor(QuantizedTensor):
         found = self.group_of_input()
         if len(outside := found[(found < 0) | (found >= self.groups)]):
             raise self.error(self.order, f"has a group of {outside[0]}, should be from 0 to {self.groups - 1}")
+
+    def can_pack(self) -> bool:
+        """Whether `pack` can give the weight: codes have 4 bits, and groups are whole and in order."""
+        whole = self.shape[1] % self.group_size == 0 and self.group_size % 2 == 0
+        return self.bits == 4 and whole and np.array_equal(self.group_of_input(), np.arange(self.shape[1]) // self.group_size)
+
+    def pack(self, first: int, rows: int) -> Int4Weight:
+        """Rows of the weight in INT4, in numpy arrays, whose values in float32 are those of `read`, bit for bit.
+
+        Scales are as they are stored. Zeros, minus the products of zero points and scales, have the scales' dtype if they fit it exactly,
+        as those of symmetric weights do, else float32.
+        """
+        codes = self.codes(first, rows).reshape(rows, -1, self.group_size)
+        half = self.group_size // 2
+        packed = codes[..., half:] << 4
+        packed |= codes[..., :half]
+        return Int4Weight(packed, *self.parameters(first, rows))
+
+    def parameters(self, first: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """Scale and zero of `pack`, of rows."""
+        scales, zeros = (np.ascontiguousarray(x[first : first + rows]) for x in (self.scales(), self.zero_points()))
+        zero = -zeros.astype(np.float32) * scales.astype(np.float32)
+        with np.errstate(over="ignore"):
+            narrow = zero.astype(scales.dtype)
+        return scales, narrow if np.array_equal(narrow.astype(np.float32), zero) else zero
 
     def load(self, first: int, rows: int) -> Dequantize:
         """See `QuantizedTensor`."""
