@@ -206,6 +206,7 @@ def opened(directory: Path) -> None:
         ("awq", {"quant_method": "mxfp4"}, 'quantization by "mxfp4" is not supported'),
         ("awq", {"quant_method": "modelopt"}, 'quantization by "modelopt" is not supported'),
         ("awq", {"quant_method": None}, "quantization by null is not supported"),
+        ("awq", {"quant_method": ["awq"]}, 'quantization by ["awq"] is not supported'),
         ("awq", {"version": "gemv"}, "version 'gemv' of the AWQ quantization is not supported"),
         ("awq", {"zero_point": False}, "zero_point False of the AWQ"),
         ("awq", {"bits": 3}, "bits of the AWQ quantization is 3"),
@@ -226,6 +227,8 @@ def opened(directory: Path) -> None:
         ("ct-w4-group", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         ("ct-w4-group", {"config_groups": {}}, "config_groups"),
         ("ct-w4-group", {"config_groups": {"group_0": {"targets": ["Linear"], "weights": None}}}, "group_0"),
+        ("ct-w4-group", {"config_groups": {"group_0": {"targets": ["re:("], "weights": {}}}}, "re:("),
+        ("ct-w4-group", {"config_groups": []}, "config_groups of the compressed-tensors quantization is [], should be an object"),
     ],
 )
 def test_other_formats_are_refused_by_name(name, change, named, tmp_path):
@@ -404,6 +407,16 @@ def test_plans_and_info_count_the_bytes_of_packed_weights(tmp_path):
     assert step_weight_bytes(step) == weight_bytes(model)
     write_128(tmp_path / "zeros", "ct-w4-asym")
     assert not planned_config(tmp_path / "zeros").int4_weights and not load_model(tmp_path / "zeros").config.int4_weights
+
+
+def test_a_model_over_a_mesh_is_dequantized(tmp_path):
+    write_128(tmp_path / "hf")
+    mesh = jax.make_mesh((1,), ("model",))
+    assert not packed_weights(load_model(tmp_path / "hf", mesh=mesh))
+    convert(tmp_path / "hf", tmp_path / "out", progress=False)
+    for directory, weights in ((tmp_path / "hf", "packed"), (tmp_path / "out", None)):
+        with pytest.raises(InputError, match="packed weights are not divided over devices"):
+            load_model(directory, weights=weights, mesh=mesh)
 
 
 def test_the_draft_reads_the_targets_own_codes(tmp_path):

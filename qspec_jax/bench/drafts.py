@@ -5,10 +5,10 @@ slows all of them alike. It runs what users run: `generate`, with `auto` as it s
 """
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable, Sequence
 
-import jax
 from rich.console import RenderableType
 
 from qspec_jax.decoding.config import GenerationConfig
@@ -166,7 +166,7 @@ def run(
     return DraftsReport(
         **this_run(),
         model=name,
-        parameters=sum(leaf.size for leaf in jax.tree.leaves(model.weights())),
+        parameters=sum(math.prod(weight.shape) for weight in model.weights().values()),
         dtype=model.dtype.name,
         context=len(prompt),
         max_new_tokens=max_new_tokens,

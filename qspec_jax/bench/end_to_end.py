@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from jaxtyping import Array, Key
@@ -204,7 +205,7 @@ def run(
     return EndToEndReport(
         **this_run(),
         model=name,
-        parameters=sum(weight.size for weight in model.weights().values()),
+        parameters=sum(math.prod(weight.shape) for weight in model.weights().values()),
         max_new_tokens=max_new_tokens,
         calibrated=calibrate,
         rows=rows,

@@ -97,7 +97,7 @@ class BitsAndBytes:
     def _state(self, module: str, parts: Parts) -> dict[str, Any]:
         """The JSON object in the tensor of the quantization's state."""
         try:
-            state = json.loads(parts[STATE].read().tobytes())
+            state = json.loads(parts[STATE].read().tobytes()) if parts[STATE].dtype == "U8" else None
         except ValueError:
             state = None
         if not isinstance(state, dict):

@@ -19,6 +19,7 @@ from qspec_jax.errors import InputError
 
 PACKED, FLOAT = "pack-quantized", "float-quantized"
 METHOD = "compressed-tensors"
+PATTERN = "re:"  # before targets that are regular expressions
 
 
 class PackedTensor(GroupedTensor):
@@ -150,6 +151,11 @@ def _scheme(settings: Settings, name: str, group: Settings | None) -> Scheme:
     targets = group.raw.get("targets")
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise settings.refused(f"targets of {name} of the {METHOD} quantization are {targets!r}, should be a list of names")
+    for pattern in (target.removeprefix(PATTERN) for target in targets if target.startswith(PATTERN)):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise settings.refused(f"a target of {name} of the {METHOD} quantization, {pattern!r}, is no pattern: {error}") from None
     is_float = kind == FLOAT
     weights.choice("type", ("float",) if is_float else ("int",))
     bits = weights.number("num_bits", allowed=(8,) if is_float else (4, 8))
@@ -175,4 +181,4 @@ def _block(weights: Settings, strategy: str) -> tuple[int, int]:
 
 def _matches(target: str, module: str) -> bool:
     """Whether a target names a module, or is a regular expression of its name."""
-    return re.match(target[3:], module) is not None if target.startswith("re:") else target == module
+    return re.match(target.removeprefix(PATTERN), module) is not None if target.startswith(PATTERN) else target == module

@@ -61,7 +61,7 @@ def quantized_format(directory: Path, raw: Mapping[str, Any]) -> Format | None:
     method = given.get("quant_method")
     if method == "gptq" and beside.is_file():
         given = read_json(beside) | {key: value for key, value in given.items() if value is not None}
-    if method not in _FORMATS:
+    if not isinstance(method, str) or method not in _FORMATS:
         raise InputError(f"{source}: quantization by {json.dumps(method)} is not supported; supported are {', '.join(_FORMATS)}")
     name, read = _FORMATS[method]
     return read(Settings(given, source, name))
