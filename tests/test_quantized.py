@@ -227,7 +227,7 @@ def opened(directory: Path) -> None:
         ("ct-w4-group", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         ("ct-w4-group", {"config_groups": {}}, "config_groups"),
         ("ct-w4-group", {"config_groups": {"group_0": {"targets": ["Linear"], "weights": None}}}, "group_0"),
-        ("ct-w4-group", {"config_groups": {"group_0": {"targets": ["re:("], "weights": {}}}}, "re:("),
+        ("ct-w4-group", {"config_groups": {"group_0": {"targets": ["re:("], "weights": {"type": "int"}}}}, "'(', is no pattern"),
         ("ct-w4-group", {"config_groups": []}, "config_groups of the compressed-tensors quantization is [], should be an object"),
     ],
 )
