@@ -26,7 +26,7 @@ from qspec_jax.drafts.registry import USUAL
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.acceptance import teacher_forced
 from qspec_jax.planning import choice, cpu
-from qspec_jax.planning.choice import CANDIDATES, GAMMAS, Setting, choose, relative_cost
+from qspec_jax.planning.choice import CANDIDATES, GAMMAS, Setting, choose, relative_cost, without_kernels
 from qspec_jax.planning.devices import DEVICES, stored_device
 from qspec_jax.planning.plan import plan
 
@@ -61,6 +61,20 @@ def test_each_of_them_is_chosen_somewhere():
     found = [choose(setting(LLAMA_7B), context=context, batch=batch) for context, batch in ((1 << 17, 1), (4736, 1), (1000, 128))]
     assert [each.draft for each in found] == ["sparse", "quantspec", "none"]
     assert all(6 <= each.gamma <= 12 for each in found[:2]) and found[2].gamma == 0
+
+
+def test_no_draft_is_chosen_for_a_shape_without_kernels(run):
+    """576 inputs are no whole groups of 128; on a CPU the choice is another."""
+    small = architecture("smollm2-135m")
+    for kind in (H200, H100, "NVIDIA A100-SXM4-80GB"):
+        found = choose(setting(small, kind), context=4096, batch=1)
+        assert (found.draft, found.gamma) == ("none", 0) and "a linear layer of 576 inputs" in found.reason
+    assert "kernels" not in choose(setting(small, cpu.KIND), context=4096, batch=1).reason
+    assert without_kernels(small) and not without_kernels(LLAMA_8B)
+    code, out, _ = run("doctor", "--arch", "smollm2-135m", "--json")
+    assert code == 0 and "576 inputs" in json.loads(out)["no_draft_pays"]
+    code, out, _ = run("doctor", "--arch", "smollm2-135m")
+    assert code == 0 and "On a GPU give --draft none" in out
 
 
 def test_no_device_is_asked(monkeypatch):

@@ -209,8 +209,8 @@ def _dtype(file: GgufFile) -> str:
     if quantized := sorted(kinds - FLOATS.keys()):
         warn_once(
             log,
-            f"{file.path}: the model is quantized ({', '.join(quantized)}), and its dequantized weights are loaded as bfloat16 (--dtype "
-            "float32 keeps every bit)",
+            f"{file.path}: the model is quantized ({', '.join(quantized)}); its dequantized weights are bfloat16 by default, and --dtype "
+            "float32 keeps every bit",
             logging.INFO,
         )
         return "bfloat16"

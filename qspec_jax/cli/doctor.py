@@ -19,6 +19,7 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.drafts.registry import USUAL
 from qspec_jax.errors import InputError
 from qspec_jax.files import to_json
+from qspec_jax.planning.choice import without_kernels
 from qspec_jax.reports import this_run
 
 IMPLEMENTATIONS = {
@@ -73,6 +74,7 @@ def doctor(
         "context": context,
         "fits": None if fit is None else dataclasses.asdict(fit) | {"short": fit.short},
         "kernels": [dataclasses.asdict(choice) for choice in chosen],
+        "no_draft_pays": without_kernels(config),
         "problems": found,
     }
     if as_json:
@@ -101,5 +103,7 @@ def _print(report: dict[str, Any], fit: out_of_memory.Fit | None) -> None:
         others = "; ".join(f"{IMPLEMENTATIONS[name]}: {reason}" for name, reason in choice["passed_over"])
         kernels.add_row(choice["kernel"], IMPLEMENTATIONS[choice["implementation"]], others)
     console.print(kernels)
+    if report["no_draft_pays"]:
+        console.print(f"On a GPU give --draft none: {report['no_draft_pays']}.")
     if jax.default_backend() == "cpu":
         console.print("On a CPU everything runs in plain JAX. README.md says what a GPU gives.", style="dim")

@@ -6,6 +6,7 @@ So both are the same on every run with the same settings on the same kind of dev
 import dataclasses
 
 from pallas_kernels.attention.support import GROUP_SIZES, HEAD_DIMS
+from pallas_kernels.matmul.support import GROUP_SIZE, OUTPUTS
 from qspec_jax.caches.cache import Gives
 from qspec_jax.caches.registry import CACHES, CacheConfig
 from qspec_jax.drafts.draft import Draft
@@ -15,6 +16,7 @@ from qspec_jax.models.config import LlamaConfig
 from qspec_jax.planning import cpu, timing
 from qspec_jax.planning.acceptance import ACCEPTANCE
 from qspec_jax.planning.devices import Device, stored_device
+from qspec_jax.planning.operations import linear_shapes
 from qspec_jax.planning.plan_report import PlannedRow
 from qspec_jax.planning.planner import Planner
 from qspec_jax.planning.steps import outlined, outlined_draft
@@ -77,6 +79,17 @@ class Setting:
         return device
 
 
+def without_kernels(config: LlamaConfig) -> str | None:
+    """The reason why no draft pays on a GPU for a model of this shape: its linear layers have no kernels. None if they have."""
+    for outputs, inputs in linear_shapes(config):
+        if inputs % GROUP_SIZE or outputs % OUTPUTS:
+            return (
+                f"a linear layer of {inputs} inputs and {outputs} outputs runs in plain JAX, where drafts are slower than decoding without "
+                f"one: kernels take inputs in multiples of {GROUP_SIZE}, and outputs in multiples of {OUTPUTS}"
+            )
+    return None
+
+
 def choose(setting: Setting, *, context: int | None, batch: int, gamma: int | None = None) -> DraftChoice:
     """The draft, and the number of drafts of a round, with which a token takes least time: `CANDIDATES`, or none, over the setting's cache.
 
@@ -97,6 +110,8 @@ def choose(setting: Setting, *, context: int | None, batch: int, gamma: int | No
         return DraftChoice(draft, gamma, f"draft {AUTO}: {_with_gamma(draft, gamma)}, {why}")
     if context is None:
         device = "the lengths of the rows are not known"
+    if (why := without_kernels(setting.model)) and stored_device(setting.device_kind):
+        return DraftChoice(NONE, 0, f"draft {AUTO}: none, since {why}")
     if isinstance(device, str):
         draft, usual = UNKNOWN
         why = "the default" if gamma is None else "as given"
