@@ -187,6 +187,7 @@ def _write(
         def read(path: str, memory: np.ndarray) -> np.ndarray | Int4Weight:
             if path in packed:
                 weight = source.read_packed(path)
+                source.examine(path, weight.scale)
                 sha256[path] = written[TARGET][path] = converted.digest(weight)
                 arrays[path] = converted.described(weight)
                 return weight

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import simulated_devices
 from conversions import bits
 from quantized_checkpoints import FORMATS, GROUP, compressed, make_quantized, words, write_quantized, write_safetensors
 from read_checkpoints import edit_json, loaded, refused
@@ -409,14 +410,28 @@ def test_plans_and_info_count_the_bytes_of_packed_weights(tmp_path):
     assert not planned_config(tmp_path / "zeros").int4_weights and not load_model(tmp_path / "zeros").config.int4_weights
 
 
-def test_a_model_over_a_mesh_is_dequantized(tmp_path):
-    write_128(tmp_path / "hf")
-    mesh = jax.make_mesh((1,), ("model",))
-    assert not packed_weights(load_model(tmp_path / "hf", mesh=mesh))
-    convert(tmp_path / "hf", tmp_path / "out", progress=False)
-    for directory, weights in ((tmp_path / "hf", "packed"), (tmp_path / "out", None)):
-        with pytest.raises(InputError, match="packed weights are not divided over devices"):
-            load_model(directory, weights=weights, mesh=mesh)
+def test_with_simulated_devices(request):
+    simulated_devices.run_those_of(request, 2)
+
+
+@pytest.mark.several_devices
+def test_packed_weights_are_divided_over_devices(request, tmp_path):
+    """Groups of 32 inputs: those of 64 inputs are two, one on each device; of 96 they are three, which would be cut."""
+    mesh = jax.sharding.Mesh(simulated_devices.devices(request, 2), ("model",))
+    write_quantized(tmp_path / "hf", "gptq-v1")
+    alone = load_model(tmp_path / "hf", dtype="float32", weights="packed")
+    convert(tmp_path / "hf", tmp_path / "out", dtype="float32", weights="packed", progress=False)
+    model = load_model(tmp_path / "hf", dtype="float32", weights="packed", mesh=mesh)
+    cut = {path for path in packed_weights(alone) if "down_proj" in path}
+    assert packed_weights(model).keys() == packed_weights(alone).keys() - cut and len(cut) == 2
+    assert packed_weights(model)["layers.0.o_proj.weight"].codes.sharding.spec[1] == "model"
+    settings = GenerationConfig(draft="quantspec:weight_bits=16", max_new_tokens=8, ignore_eos=True, group_size=8)
+    tokens = [generate(each, [[1, 2, 3] * 9], config=settings).token_ids for each in (alone, model)]
+    assert tokens[0] == tokens[1]
+    with pytest.raises(InputError, match=r"2 devices would cut groups of layers\.0\.down_proj\.weight"):
+        load_model(tmp_path / "out", mesh=mesh)
+    plain = load_model(tmp_path / "hf", dtype="float32", weights="dequantized")
+    assert bits(load_model(tmp_path / "out", weights="dequantized", mesh=mesh)) == bits(plain)
 
 
 def test_the_draft_reads_the_targets_own_codes(tmp_path):

@@ -1,14 +1,15 @@
 """Loads a model and its tokenizer from a Hugging Face directory, the Hub, or a converted directory."""
 
 import dataclasses
+import functools
 import logging
-import math
 from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
@@ -28,7 +29,7 @@ from qspec_jax.files import read_json
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama, Origin, Weight
 from qspec_jax.models.placement import Placement
-from qspec_jax.quantization.weights import is_linear
+from qspec_jax.quantization.weights import groups_are_cut, is_linear
 
 log = logging.getLogger(__name__)
 PACKED, DEQUANTIZED = "packed", "dequantized"  # how linear layers of a quantized checkpoint are loaded
@@ -83,8 +84,8 @@ def open_source(checkpoint: str | Path) -> WeightSource:
 def packed_paths(source: WeightSource, dtype: jnp.dtype, weights: str | None, mesh: Mesh | None = None) -> frozenset[str]:
     """The paths of the weights of a quantized checkpoint that stay in INT4, as they are stored.
 
-    Without a choice they stay in INT4 if kernels can multiply by all of them: a model in bfloat16 on one device, and groups of 128 inputs
-    with scales in bfloat16 and without zero points.
+    Without a choice they stay in INT4 if kernels can multiply by all of them: a model in bfloat16, and groups of 128 inputs with scales in
+    bfloat16 and without zero points. Weights whose groups would be cut by the devices are dequantized.
 
     Args:
         source: the checkpoint.
@@ -93,19 +94,19 @@ def packed_paths(source: WeightSource, dtype: jnp.dtype, weights: str | None, me
         mesh: the devices of the model.
 
     Raises:
-        InputError: for packed weights if there are none, or on several devices.
+        InputError: for packed weights if there are none.
     """
     linears = [path for path in source.places if is_linear(path)]
     packable = [] if weights == DEQUANTIZED else [path for path in linears if source.can_pack(path)]
+    if mesh is not None:
+        packable = [path for path in packable if not groups_are_cut(path, _packed_outline(source, path), mesh)]
     if weights == PACKED and not packable:
         raise InputError(
             f"{source.directory}: no linear layer of it is stored in whole groups of 4-bit codes; load it without {PACKED} weights"
         )
-    if weights == PACKED and mesh is not None:
-        raise InputError(f"{source.directory}: {PACKED} weights are not divided over devices; load it with {DEQUANTIZED} weights")
     if weights is None:
-        suits = mesh is None and dtype == jnp.bfloat16 and len(packable) == len(linears)
-        packable = packable if suits and all(_has_kernels(source.read_packed(path)) for path in packable) else []
+        suits = dtype == jnp.bfloat16 and len(packable) == len(linears)
+        packable = packable if suits and all(_has_kernels(_packed_outline(source, path)) for path in packable) else []
     return frozenset(packable)
 
 
@@ -126,6 +127,13 @@ def _has_kernels(weight: Int4Weight) -> bool:
     return 2 * weight.codes.shape[-1] == GROUP_SIZE and {weight.scale.dtype, weight.zero.dtype} == {jnp.dtype(jnp.bfloat16)}
 
 
+def _packed_outline(source: WeightSource, path: str) -> Int4Weight:
+    """The shapes of a packed weight; its scales alone are read."""
+    scale, zero = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in source.read_parameters(path))
+    out, groups = scale.shape
+    return Int4Weight(jax.ShapeDtypeStruct((out, groups, source.places[path].shape[1] // groups // 2), jnp.uint8), scale, zero)
+
+
 def _load_source(directory: Path, dtype: str | None, weights: str | None, mesh: Mesh | None, progress: bool | None) -> Llama:
     source = open_source(directory)
     source.check_contents()
@@ -138,8 +146,10 @@ def _load_source(directory: Path, dtype: str | None, weights: str | None, mesh: 
 
         def make(path: str, shape: tuple[int, ...]) -> Weight:
             if path in packed:
+                weight = source.read_packed(path)
                 bar.update()
-                return jax.tree.map(jnp.asarray, source.read_packed(path))
+                source.examine(path, weight.scale)
+                return jax.tree.map(functools.partial(placement.put, path), weight)
             array = source.read(path)
             bar.update()
             # Cast on the host, so that the device never holds two copies.
@@ -158,16 +168,18 @@ def _load_converted(directory: Path, dtype: str | None, weights: str | None, mes
     placement = Placement(with_packed(config, packed), mesh)
     if weights == PACKED and not manifest.packed:
         raise InputError(f"{directory}: its weights are stored dequantized; convert the checkpoint again with {PACKED} weights")
-    if manifest.packed and mesh is not None:
-        raise InputError(f"{directory}: {PACKED} weights are not divided over devices; convert the checkpoint with {DEQUANTIZED} weights")
+    shapes = manifest.stored_shapes(wanted)
+    if mesh is not None and (cut := [path for path in packed if groups_are_cut(path, shapes[path], mesh)]):
+        raise InputError(f"{directory}: {mesh.size} devices would cut groups of {sorted(cut)[0]}; load it with {DEQUANTIZED} weights")
     _check_fits(directory, placement, wanted, packed)
-    restored = converted.restore(directory, converted.TARGET, manifest.stored_shapes(wanted), placement)
+    codes = {path: shapes.pop(path) for path in manifest.packed.keys() - packed}
+    restored = converted.restore(directory, converted.TARGET, shapes, placement)
 
     def make(path: str, shape: tuple[int, ...]) -> Weight:
-        weight = restored.pop(path)
-        if weights == DEQUANTIZED and isinstance(weight, Int4Weight):
-            return dequantize_weight(weight, jnp.float32).astype(wanted)
-        return placement.spread(path, weight)
+        if path not in codes:
+            return placement.spread(path, restored.pop(path))
+        weight = converted.restore(directory, converted.TARGET, {path: codes[path]})[path]
+        return placement.put(path, np.asarray(dequantize_weight(weight, jnp.float32).astype(wanted)))
 
     return placement.model(make)
 
@@ -179,7 +191,7 @@ def _check_fits(directory: Path, placement: Placement, dtype: jnp.dtype, packed:
     room = (own[0].memory_stats() or {}).get("bytes_limit") if own else None  # None on a CPU
     shapes = weight_shapes(placement.config)
     needed = placement.bytes_on_device({path: shape for path, shape in shapes.items() if path not in packed}, dtype.itemsize)
-    needed += sum(math.prod(shapes[path]) // 2 for path in packed)
+    needed += placement.bytes_on_device({path: shapes[path] for path in packed}, 1) // 2
     if room is not None and needed > room:
         share = "" if mesh is None else " a device"
         raise InputError(
@@ -207,14 +219,8 @@ def config_and_outline(directory: str | Path) -> tuple[LlamaConfig, str, dict[st
     dtype = jnp.dtype(stored_dtype(source.config))
     packed = packed_paths(source, dtype, None)
 
-    def outline(path: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct | Int4Weight:
-        if path not in packed:
-            return jax.ShapeDtypeStruct(shape, dtype)
-        scale, zero = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in source.read_parameters(path))
-        out, groups = scale.shape
-        return Int4Weight(jax.ShapeDtypeStruct((out, groups, shape[1] // groups // 2), jnp.uint8), scale, zero)
-
-    return with_packed(source.config, packed), dtype.name, {path: outline(path, place.shape) for path, place in source.places.items()}
+    plain = {path: jax.ShapeDtypeStruct(place.shape, dtype) for path, place in source.places.items()}
+    return with_packed(source.config, packed), dtype.name, plain | {path: _packed_outline(source, path) for path in packed}
 
 
 def planned_config(directory: str | Path) -> LlamaConfig:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-from jax.sharding import Mesh
 
 from pallas_kernels.formats.weights import Int4Weight
 from qspec_jax.checkpoints import converted
@@ -14,9 +13,9 @@ from qspec_jax.checkpoints.tensor_names import weight_shapes
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.placement import Placement
-from qspec_jax.models.sharding import MODEL, mesh_of, weight_sharding
+from qspec_jax.models.sharding import mesh_of
 from qspec_jax.quantization.calibration import quantize_linears_for
-from qspec_jax.quantization.weights import is_linear, quantize_linears, quantize_weight
+from qspec_jax.quantization.weights import groups_are_cut, is_linear, quantize_linears, quantize_weight
 
 log = logging.getLogger(__name__)
 
@@ -67,18 +66,12 @@ def stored_int4(directory: str | Path, model: Llama) -> Llama | None:
         return jax.eval_shape(quantize_weight, jax.ShapeDtypeStruct(whole, model.dtype))
 
     shapes = {path: shape(whole) for path, whole in weight_shapes(placement.config).items() if is_linear(path)}
-    if mesh is not None and (cut := [path for path, weight in shapes.items() if _groups_are_cut(path, weight, mesh)]):
+    if mesh is not None and (cut := [path for path, weight in shapes.items() if groups_are_cut(path, weight, mesh)]):
         log.warning("%s: its draft is quantized again, for %d devices would cut groups of %s", directory, mesh.size, cut[0])
         return None
     found = converted.restore(directory, converted.DRAFT, shapes, placement)
     weights |= {path: placement.spread(path, weight) for path, weight in found.items()}
     return model.with_weights(weights)
-
-
-def _groups_are_cut(path: str, weight: Int4Weight, mesh: Mesh) -> bool:
-    """Whether inputs of one group would come to lie on several devices."""
-    divided = MODEL in weight_sharding(path, weight.scale.shape, mesh).spec[1:]
-    return divided and bool(weight.padding or weight.scale.shape[1] % mesh.size)
 
 
 def has_stored_int4(directory: str | Path, dtype: str | None) -> bool:

@@ -18,7 +18,7 @@ from pallas_kernels.formats.rounding import accumulation_dtype, parameter_dtype,
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, Weight
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
-from qspec_jax.models.sharding import divided_over, mesh_of
+from qspec_jax.models.sharding import MODEL, divided_over, mesh_of, weight_sharding
 
 GROUP_SIZES = (128, 64, 32)
 # Shares of a group's range that are tried; what lies outside is clipped.
@@ -163,6 +163,12 @@ def group_size_over(mesh: Mesh | None, path: str, weight: Float[Array, "out in"]
             "draft with weight_bits=16"
         )
     return size
+
+
+def groups_are_cut(path: str, weight: Int4Weight, mesh: Mesh) -> bool:
+    """Whether inputs of one group of a weight, or of its shapes, would come to lie on several devices."""
+    divided = MODEL in weight_sharding(path, weight.scale.shape, mesh).spec[1:]
+    return divided and bool(weight.padding or weight.scale.shape[1] % mesh.size)
 
 
 @functools.cache
