@@ -349,26 +349,34 @@ def random_tensors(config: dict[str, Any], *, seed: int = 0, dtype: str = "float
     return {name: np.asarray(draw(name, shape), kind) for name, shape in tensor_shapes(config).items()}
 
 
-def wrapped(config: dict[str, Any], *, tied: bool | None = False, prefix: str = "language_model.model.", **changes: Any):
+def wrapped(
+    config: dict[str, Any],
+    *,
+    tied: bool | None = False,
+    prefix: str = "language_model.model.",
+    tensors: dict[str, np.ndarray] | None = None,
+    **changes: Any,
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """A multimodal model around a text model: its config, and its tensors with random ones of its other parts.
 
     Args:
         config: of the text model.
         tied: tie_word_embeddings outside of the text model's config; None: it is left out.
         prefix: of the names of the text model's tensors but the head.
+        tensors: of the text model, by the names that it has by itself; None: random ones.
         changes: other keys of the config.
     """
     text = {key: value for key, value in config.items() if key != "architectures"}
     flag = {} if tied is None else {"tie_word_embeddings": tied}
     outer = {"architectures": [WRAPPER], "model_type": "mistral3", "text_config": text, "vision_config": {"model_type": "pixtral"}, **flag}
     head = "language_model.lm_head." if prefix.startswith("language_model.") else "lm_head."
-    tensors = {
+    own = {
         head + name.removeprefix("lm_head.") if name.startswith("lm_head.") else prefix + name.removeprefix("model."): tensor
-        for name, tensor in random_tensors(config).items()
+        for name, tensor in (random_tensors(config) if tensors is None else tensors).items()
     }
     beside = "" if prefix.startswith("language_model.") else "model."
     others = ("vision_tower.ln_pre.weight", "multi_modal_projector.norm.weight")
-    return outer | changes, tensors | {beside + name: np.ones(8, np.float32) for name in others}
+    return outer | changes, own | {beside + name: np.ones(8, np.float32) for name in others}
 
 
 def write_checkpoint(

@@ -14,6 +14,7 @@ import pytest
 import simulated_devices
 from checkpoints import CASES, FAMILY_CASES, GOLDENS, WRAPPER, case_tokens, hf_config, random_tensors, wrapped, write_checkpoint
 from conversions import bits
+from quantized_checkpoints import make_quantized, write_safetensors
 from safetensors.numpy import load_file
 from test_model import one_pass
 
@@ -267,6 +268,22 @@ def test_a_multimodal_model_without_a_head(tied, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
     with pytest.raises(InputError, match=r"missing language_model\.lm_head\.weight \(config.json says that the embeddings are not tied"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["fp8-tensor", "ct-w4-group"])
+def test_a_quantized_multimodal_model(name, tmp_path):
+    """The settings of quantization are outside of the text model's, and name parts that are left out; both spellings of names."""
+    config, tensors, plain = make_quantized(name, "Ministral3ForCausalLM")
+    settings = config.pop("quantization_config")
+    settings |= {"ignore" if "ignore" in settings else "modules_to_not_convert": ["model.vision_tower", "lm_head"]}
+    expected = load_model(write_checkpoint(tmp_path / "plain", config, tensors=plain), dtype="float32", progress=False)
+    for prefix in ("language_model.model.", "model.language_model."):
+        outer, own = wrapped(config, prefix=prefix, tensors=tensors, quantization_config=settings)
+        directory = tmp_path / prefix
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps(outer))
+        write_safetensors(directory / "model.safetensors", own)
+        assert bits(load_model(directory, dtype="float32", progress=False)) == bits(expected)
 
 
 def test_other_tensors_of_a_multimodal_model_are_unexpected(tmp_path):

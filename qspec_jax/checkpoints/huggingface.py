@@ -91,7 +91,7 @@ def _has_head(directory: Path) -> bool:
     files = weight_files(directory)
     found = [directory / name for name in files.names if not files.weight_map and (directory / name).is_file()]
     names = files.weight_map or {key for file in found for key in read_header(file)}
-    return any(name.endswith("lm_head.weight") for name in names)
+    return any("lm_head" in name.split(".") for name in names)
 
 
 class Source(WeightSource):
