@@ -441,8 +441,12 @@ def test_the_draft_reads_the_targets_own_codes(tmp_path):
     for text in ("quantspec", "sparse", "streaming-llm"):
         draft = make_draft(text, model)
         assert all(weight.codes is own[path].codes for path, weight in packed_weights(draft.step.model).items())
-    with pytest.raises(InputError, match="in INT4 already"):
-        make_draft("quantspec", model, calibration=[[1, 2, 3]])
+    assert make_draft("quantspec", model, calibration=[[1, 2, 3]]).step.model is model
+    path = "layers.0.q_proj.weight"
+    some = model.with_weights(model.weights() | {path: dequantize_weight(own[path], jnp.float32)})
+    assert packed_weights(make_draft("quantspec", some).step.model).keys() == own.keys()
+    with pytest.raises(InputError, match="some of the target's layers are in INT4 already"):
+        make_draft("quantspec", some, calibration=[[1, 2, 3]])
     settings = dict(max_new_tokens=24, ignore_eos=True, group_size=8)
     out = generate(model, [[1, 2, 3] * 9], config=GenerationConfig(draft="quantspec", **settings))
     alone = generate(model, [[1, 2, 3] * 9], config=GenerationConfig(draft="none", **settings))

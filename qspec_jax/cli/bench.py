@@ -28,6 +28,7 @@ from qspec_jax.cli.options import (
     Json,
     Output,
     Seed,
+    WeightsOption,
     check_proposes,
     devices_of,
     load,
@@ -131,6 +132,7 @@ def bench_decode(
         bool, typer.Option("--transformers", help="Measure transformers' generate too, in a process of its own; needs torch.")
     ] = False,
     devices: DevicesOfModel = None,
+    weights: WeightsOption = None,
     seed: Seed = 0,
     repeats: Repeats = 10,
     output: Output = None,
@@ -177,7 +179,7 @@ def bench_decode(
         if arch is not None or random_weights:
             network = random_model(shape, seed=seed, mesh=place)
         else:
-            network, _ = load(model, None, quiet=as_json, place=place)
+            network, _ = load(model, None, quiet=as_json, weights=weights, place=place)
         return decode.run(
             name if layers is None else f"{name}, {layers} of {architecture(arch).num_layers} layers",
             network,

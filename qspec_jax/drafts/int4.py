@@ -35,10 +35,13 @@ def int4_model(
         progress: a bar on standard error; None shows it on a terminal.
 
     Raises:
-        InputError: for a directory that cannot be read, or is not there any more, and for calibration where layers are in INT4 already.
+        InputError: for a directory that cannot be read, or is not there any more, and for calibration where some layers are in INT4.
     """
-    if calibration is not None and any(isinstance(weight, Int4Weight) for weight in model.weights().values()):
-        raise InputError("calibration: the target's weights are in INT4 already, and the draft reads the same")
+    packed = [isinstance(weight, Int4Weight) for path, weight in model.weights().items() if is_linear(path)]
+    if all(packed):
+        return model
+    if calibration is not None and any(packed):
+        raise InputError("calibration: some of the target's layers are in INT4 already; leave it out")
     if calibration is not None:
         return quantize_linears_for(model, calibration, progress=progress)
     directory = model.origin.directory
