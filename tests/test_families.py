@@ -126,6 +126,12 @@ def test_keys_that_are_normed_after_rope_turn_on(directory):
         assert np.abs(rotate(keys[0], *further) - keys[1]).max() > 0.1
 
 
+def test_a_residual_multiplier_needs_norms_of_the_stream():
+    config = LlamaConfig.from_hf(CASES["olmo2-widths"])
+    with pytest.raises(ValueError, match="residual_multiplier is 0.5; without norms before attention and MLP it should be 1"):
+        dataclasses.replace(config, residual_multiplier=0.5)
+
+
 def test_an_mlp_without_a_gate_has_two_matrices():
     gated, ungated = (LlamaConfig.from_hf(CASES[name]) for name in ("exaone4-full", "arcee-relu2"))
     assert linear_parameters(gated) - linear_parameters(ungated) == gated.hidden_size * gated.intermediate_size

@@ -64,7 +64,7 @@ class RMSNorm(nnx.Module):
         if self.axis is None:
             return self.add(x, None)[1]
         wide = x.astype(accumulation_dtype(x.dtype))
-        # The means of the devices may be averaged: all devices have the same number of channels.
+        # The devices' means may be averaged: each has the same number of channels, and each KV head has the same number of copies.
         wide = wide * lax.rsqrt(lax.pmean(jnp.mean(wide * wide, -1, keepdims=True), self.axis) + self.eps)
         return self.weight.get_value() * wide.astype(x.dtype)
 

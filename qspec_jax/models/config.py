@@ -9,7 +9,7 @@ from typing import Any
 from qspec_jax.errors import InputError, flat, warn_once
 from qspec_jax.files import read_json
 from qspec_jax.models.config_values import Values
-from qspec_jax.models.families import ACTIVATION_NAMES, ARCHITECTURES, GATED, INPUT, SILU, WRAPPERS, Wrapper
+from qspec_jax.models.families import ACTIVATION_NAMES, ARCHITECTURES, GATED, INPUT, OUTPUT, SILU, WRAPPERS, Wrapper
 from qspec_jax.models.rope_config import RopeConfig, read_rope
 
 log = logging.getLogger(__name__)
@@ -60,6 +60,11 @@ class LlamaConfig:
     logits_scaling: float = 1.0
     wrapper: str | None = None
     int4_weights: bool = False
+
+    def __post_init__(self):
+        if self.norms == OUTPUT and self.residual_multiplier != 1:
+            # The residual stream is kept divided by it, and norms of what is read from the stream take that out.
+            raise ValueError(f"residual_multiplier is {self.residual_multiplier}; without norms before attention and MLP it should be 1")
 
     @property
     def gated_mlp(self) -> bool:
