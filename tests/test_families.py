@@ -128,7 +128,7 @@ def test_keys_that_are_normed_after_rope_turn_on(directory):
 
 def test_a_residual_multiplier_needs_norms_of_the_stream():
     config = LlamaConfig.from_hf(CASES["olmo2-widths"])
-    with pytest.raises(ValueError, match="residual_multiplier is 0.5; without norms before attention and MLP it should be 1"):
+    with pytest.raises(ValueError, match=r"residual_multiplier is 0\.5; without norms before attention and MLP it should be 1"):
         dataclasses.replace(config, residual_multiplier=0.5)
 
 
