@@ -31,9 +31,13 @@ OTHER_TYPES = {
     "ArceeForCausalLM": "arcee",
     "Glm4ForCausalLM": "glm4",
     "Ministral3ForCausalLM": "ministral3",
+    "Olmo3ForCausalLM": "olmo3",
+    "CwmForCausalLM": "cwm",
+    "Gemma3ForCausalLM": "gemma3_text",
 }
 # The activations of those whose MLP has no gate.
 UNGATED = {"ApertusForCausalLM": "xielu", "ArceeForCausalLM": "relu2"}
+ACTIVATIONS = UNGATED | {"Gemma3ForCausalLM": "gelu_pytorch_tanh"}
 WRAPPER = "Mistral3ForConditionalGeneration"
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 HEAD_DIMS = (64, 96, 128)
@@ -51,7 +55,7 @@ def hf_config(architecture: str = "LlamaForCausalLM", **changes: Any) -> dict[st
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 64,
-        "hidden_act": UNGATED.get(architecture, "silu"),
+        "hidden_act": ACTIVATIONS.get(architecture, "silu"),
         "max_position_embeddings": 128,
         "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}
@@ -85,8 +89,11 @@ def rope_settings(rope_type: str, head_dim: int = 64, /, **changes: Any) -> dict
 
 def old_spelling(config: dict[str, Any]) -> dict[str, Any]:
     """The same config as transformers 4 writes it: rope_theta and rope_scaling, torch_dtype."""
-    rope = dict(config["rope_parameters"])
-    old = {key: value for key, value in config.items() if key not in ("rope_parameters", "dtype")}
+    rope, local = dict(config["rope_parameters"]), {}
+    if isinstance(rope.get("full_attention"), dict) and "sliding_attention" in rope:  # RoPE differs between kinds of layers
+        local = {"rope_local_base_freq": rope["sliding_attention"]["rope_theta"]} if config["model_type"] == "gemma3_text" else {}
+        rope = dict(rope["full_attention"])
+    old = local | {key: value for key, value in config.items() if key not in ("rope_parameters", "dtype")}
     old |= {"rope_theta": rope.pop("rope_theta"), "torch_dtype": config["dtype"]}
     old |= {key: rope.pop(key) for key in ("partial_rotary_factor",) if key in rope}
     return old | {"rope_scaling": None if rope == {"rope_type": "default"} else rope}
@@ -145,18 +152,23 @@ def _cases() -> dict[str, dict[str, Any]]:
         "internlm3-dynamic": hf_config("InternLM3ForCausalLM", qkv_bias=False, bias=False, **rope_settings("dynamic")),
         "internlm3-biases": hf_config("InternLM3ForCausalLM", qkv_bias=True, bias=True),
         **_family_cases(),
+        **_window_cases(),
         # As Phi 3 has it: this one counts.
         "longrope-original-outside": hf_config(original_max_position_embeddings=16, **rope_settings("longrope")),
     }
 
 
+def _family_case(
+    architecture: str, rope_type: str = "default", *, dim: int = 16, rope: dict[str, Any] | None = None, **changes: Any
+) -> dict[str, Any]:
+    settings = {"head_dim": 16, "pad_token_id": None} | rope_settings(rope_type, dim, **(rope or {}))
+    return hf_config(f"{architecture}ForCausalLM", **(settings | changes))
+
+
 def _family_cases() -> dict[str, dict[str, Any]]:
     """Families whose layers differ from Llama's, each with all that it differs in."""
 
-    def case(architecture: str, rope_type: str = "default", *, dim: int = 16, rope: dict[str, Any] | None = None, **changes: Any) -> dict:
-        settings = {"head_dim": 16, "pad_token_id": None} | rope_settings(rope_type, dim, **(rope or {}))
-        return hf_config(f"{architecture}ForCausalLM", **(settings | changes))
-
+    case = _family_case
     # The query scale then changes twice, and the ramp of the frequencies is not empty.
     ministral = {
         "llama_4_scaling_beta": 0.5,
@@ -187,8 +199,31 @@ def _family_cases() -> dict[str, dict[str, Any]]:
     }
 
 
+def _window_cases() -> dict[str, dict[str, Any]]:
+    """Layers with a sliding window, which 48 tokens exceed."""
+    case = _family_case
+    window = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]}
+
+    def ropes(local_theta: float, **of_full: Any) -> dict[str, Any]:
+        local = {"rope_type": "default", "rope_theta": local_theta}
+        return {"rope_parameters": {"full_attention": {"rope_theta": 1e6} | of_full, "sliding_attention": local}}
+
+    yarn = rope_settings("yarn", original_max_position_embeddings=16, rope_theta=5e5)["rope_parameters"]
+    gemma3 = window | ropes(500.0, rope_type="linear", factor=8.0)
+    gemma = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 24, "tie_word_embeddings": True}
+    return {
+        "mistral-window": case("Mistral", sliding_window=12),
+        "qwen2-window": case("Qwen2", sliding_window=12, use_sliding_window=True, max_window_layers=1),
+        "exaone4-window": case("Exaone4", "llama3", sliding_window=12, sliding_window_pattern=2),
+        "olmo3-window": case("Olmo3", **window, **ropes(5e5, **yarn)),
+        "cwm-window": case("Cwm", "llama3", sliding_window=12, layer_types=["full_attention", "sliding_attention"]),
+        "gemma3-window": case("Gemma3", **gemma3, **gemma),
+        "gemma3-idle-window": case("Gemma3", **(gemma3 | {"sliding_window": 128}), **gemma),
+    }
+
+
 CASES: dict[str, dict[str, Any]] = _cases()
-FAMILY_CASES = tuple(_family_cases())
+FAMILY_CASES, WINDOW_CASES = tuple(_family_cases()), tuple(_window_cases())
 
 
 def variants() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
@@ -229,6 +264,7 @@ def variants() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
         if model_type != "internlm3":
             phi = {} if architecture in MODEL_TYPES else {"head_dim": 16, "pad_token_id": None}
             phi |= {"layer_types": ["full_attention"] * 2} if model_type == "exaone4" else {}
+            phi |= {"sliding_window": 128} if model_type == "cwm" else {}  # which has to have one
             add(f"{model_type} by its type", hf_config(architecture, **phi), architectures=None)
     add("hidden_act swish", llama, hidden_act="swish")
     add("dtype null", llama, dtype=None)
@@ -256,8 +292,8 @@ def known_to_transformers(config: dict[str, Any]) -> dict[str, Any]:
 
 def case_lengths(name: str) -> tuple[int, ...]:
     """How many of a case's tokens its goldens were computed from: around the original length, mostly 32, where that matters."""
-    rope = CASES[name]["rope_parameters"]
-    return (24, 32, 33, 48) if rope["rope_type"] in ("dynamic", "longrope") and "alpha" not in rope else (48,)
+    rope = CASES[name].get("rope_parameters", {})
+    return (24, 32, 33, 48) if rope.get("rope_type") in ("dynamic", "longrope") and "alpha" not in rope else (48,)
 
 
 # Prompts and new tokens of "phi3-longrope" that lie on one side of its original length, 32, as near to it as can be: the last new token is
@@ -293,12 +329,15 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "Exaone4ForCausalLM": ("post_attention", "post_feedforward"),
         "ApertusForCausalLM": ("attention", "feedforward"),
         "Glm4ForCausalLM": ("input", "post_attention", "post_self_attn", "post_mlp"),
+        "Olmo3ForCausalLM": ("post_attention", "post_feedforward"),
+        "Gemma3ForCausalLM": ("input", "post_attention", "pre_feedforward", "post_feedforward"),
     }.get(architecture, ("input", "post_attention"))
     qk_norms = {
         "Olmo2ForCausalLM": {"q_norm": queries, "k_norm": keys},
+        "Olmo3ForCausalLM": {"q_norm": queries, "k_norm": keys},
         "HunYuanDenseV1ForCausalLM": {"query_layernorm": head_dim, "key_layernorm": head_dim},
     }.get(architecture, {})
-    if architecture in ("Qwen3ForCausalLM", "Exaone4ForCausalLM", "ApertusForCausalLM"):
+    if architecture in ("Qwen3ForCausalLM", "Exaone4ForCausalLM", "ApertusForCausalLM", "Gemma3ForCausalLM"):
         qk_norms = {"q_norm": head_dim, "k_norm": head_dim}
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}"

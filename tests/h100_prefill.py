@@ -18,6 +18,7 @@ from runs import random_model
 from qspec_jax.caches.prefill import through_layers
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.models import prompts
+from qspec_jax.models.block import Angles
 
 TOKENS, HEADS, HEAD_DIM = 1 << 14, 8, 128
 HIDDEN = HEADS * HEAD_DIM
@@ -31,10 +32,10 @@ def main() -> None:
     empty = lambda: CACHE.empty(model.config, batch=1, capacity=TOKENS, num_speculative_tokens=3, dtype=jnp.bfloat16)
     array = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype)
     x, keys, n = array(1, TOKENS, HIDDEN), array(1, TOKENS, HEADS, HEAD_DIM), array(1, dtype=jnp.int32)
-    angles = (array(1, TOKENS, HEAD_DIM // 2, dtype=jnp.float32),) * 2
+    angles = Angles(((array(1, TOKENS, HEAD_DIM // 2, dtype=jnp.float32),) * 2,), None)
 
     def through_layer(queries: int) -> Callable:
-        return lambda x, block, angles, n: through_layers([block], angles, x, n, empty(), nope=(), num_queries=queries)
+        return lambda x, block, angles, n: through_layers([block], angles, x, n, empty(), num_queries=queries)
 
     def fill(n, keys, values):
         return empty().fill(0, jnp.swapaxes(keys, 1, 2), jnp.swapaxes(values, 1, 2), n)

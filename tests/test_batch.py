@@ -277,7 +277,8 @@ def test_parts_share_their_angles_and_know_their_layers_without_rope():
     assert [each.shape for each in jax.tree.leaves(angles)] == [(1, 64, 8)] * 2
     engine.compile_prefills([prefill])
     made = set(engine._executables)
-    assert {variant[-1] for program, variant in made if program is PART} == {(1,), (0,)}
+    with_rope, without = (None, 0), (None, None)
+    assert {variant[-1] for program, variant in made if program is PART} == {(without, with_rope), (with_rope, without)}
     *between, state = engine.prefill_in_parts(prefill)
     assert len(between) == 1 and set(engine._executables) == made
     whole, looked_at = engine.prefill(*args), lambda state: (state.tokens, state.logprobs, state.cache)

@@ -40,7 +40,7 @@ def logits_of(model: Llama, text: list[int]) -> np.ndarray:
 def _forward(model: Llama, tokens: jax.Array, positions: jax.Array) -> jax.Array:
     x, angles = model.embed(tokens), model.angles(positions, positions + 1)
     for block in model.layers:
-        x = block.after_attention(x, calibration.attend_prompt(*block.before_attention(x, *angles)))
+        x = block.after_attention(x, calibration.attend_prompt(*block.before_attention(x, *block.angles_of(angles))))
     return model.logits(x)
 
 
@@ -86,7 +86,7 @@ def test_moments_are_sums_over_the_tokens(model):
     _, moments = calibration._block(block, x, angles, valid)
     assert moments.keys() == READERS.keys()
     h = block.input_norm(x)
-    attended = calibration.attend_prompt(*block.before_attention(x, *angles)).reshape(1, 64, -1)
+    attended = calibration.attend_prompt(*block.before_attention(x, *block.angles_of(angles))).reshape(1, 64, -1)
     _, mlp = block.add_attention(x, attended)
     hidden = jax.nn.silu(block.gate_proj(mlp)) * block.up_proj(mlp)
     inputs = dict.fromkeys(["q_proj", "k_proj", "v_proj"], h) | {"o_proj": attended, "down_proj": hidden}

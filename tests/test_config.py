@@ -321,9 +321,6 @@ def test_refused(change, named):
         ("Ministral3ForCausalLM", {"rope_parameters": {"rope_type": "default"}}, "llama_4_scaling_beta is missing"),
         ("HunYuanDenseV1ForCausalLM", {"rope_parameters": {"rope_type": "dynamic", "alpha": -1}}, "alpha is -1, should be more than 0"),
         # The layers that do not have the window have no RoPE, so that even a window of all positions matters.
-        ("Exaone4ForCausalLM", {"sliding_window": 4096}, "sliding-window attention (sliding_window 4096, 128 positions)"),
-        ("Exaone4ForCausalLM", {"sliding_window": ...}, "sliding-window attention (sliding_window 4096, 128 positions)"),
-        ("Ministral3ForCausalLM", {"sliding_window": 64}, "sliding-window attention (sliding_window 64, 128 positions)"),
         ("Qwen3MoeForCausalLM", {}, "Qwen3MoeForCausalLM is a mixture of experts"),
     ],
 )
@@ -381,12 +378,11 @@ def test_a_multimodal_model_is_read_as_its_text_model():
     ("change", "named"),
     [
         (
-            {"text_config": {"model_type": "gemma3_text"}},
-            f"of model type gemma3_text, the text model of {WRAPPER}, is not supported; supported",
+            {"text_config": {"model_type": "other_text"}},
+            f"of model type other_text, the text model of {WRAPPER}, is not supported; supported",
         ),
         ({"text_config": {"model_type": "qwen3_moe"}}, f"of model type qwen3_moe, the text model of {WRAPPER}, is a mixture of experts"),
         ({"text_config": hf_config(MISTRAL, num_experts=8)}, f"MistralForCausalLM, the text model of {WRAPPER}, is a mixture of experts"),
-        ({"text_config": hf_config(MISTRAL, sliding_window=16)}, "sliding-window attention (sliding_window 16"),
         ({"text_config": []}, "text_config is [], should be an object"),
         ({"text_config": None}, f"text_config is missing, the settings of the text model of {WRAPPER}"),
         ({"architectures": ["OtherForConditionalGeneration"], "model_type": "other"}, "OtherForConditionalGeneration around a text model"),
@@ -407,26 +403,86 @@ def test_no_rope_layers_are_one_for_each_layer(layers):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "change"),
+    ("architecture", "change", "layers"),
     [
-        (MISTRAL, {"sliding_window": 127}),
-        ("Phi3ForCausalLM", {"sliding_window": 127}),
-        ("SmolLM3ForCausalLM", {"sliding_window": 127, "use_sliding_window": True, "num_hidden_layers": 4}),
-        (MISTRAL, {"sliding_window": ..., "max_position_embeddings": 4097}),
+        (MISTRAL, {"sliding_window": 127}, (0, 1)),
+        ("Phi3ForCausalLM", {"sliding_window": 127}, (0, 1)),
+        ("SmolLM3ForCausalLM", {"sliding_window": 127, "use_sliding_window": True, "num_hidden_layers": 4}, (3,)),
         # transformers' Mistral looks at nothing but the window.
-        (MISTRAL, {"sliding_window": 127, "layer_types": ["full_attention"] * 2}),
-        (MISTRAL, {"sliding_window": 127, "use_sliding_window": False}),
+        (MISTRAL, {"sliding_window": 127, "layer_types": ["full_attention"] * 2}, (0, 1)),
+        (MISTRAL, {"sliding_window": 127, "use_sliding_window": False}, (0, 1)),
         # Idle in what the checkpoint was trained for, but not in what linear scaling makes of it.
-        (MISTRAL, {"sliding_window": 32} | rope_settings("linear")),
-        *((qwen, {"sliding_window": 127, "use_sliding_window": True, "max_window_layers": 1}) for qwen in (QWEN2, QWEN3)),
-        *((qwen, {"sliding_window": 127, "layer_types": ["full_attention", "sliding_attention"]}) for qwen in (QWEN2, QWEN3)),
-        (QWEN2, {"sliding_window": ..., "use_sliding_window": True, "num_hidden_layers": 29, "max_position_embeddings": 4097}),
-        (LLAMA, {"sliding_window": 127, "layer_types": ["sliding_attention"] * 2}),
+        (MISTRAL, {"sliding_window": 127} | rope_settings("linear"), (0, 1)),
+        *((qwen, {"sliding_window": 127, "use_sliding_window": True, "max_window_layers": 1}, (1,)) for qwen in (QWEN2, QWEN3)),
+        *((qwen, {"sliding_window": 127, "layer_types": ["full_attention", "sliding_attention"]}, (1,)) for qwen in (QWEN2, QWEN3)),
+        ("CwmForCausalLM", {"sliding_window": 127, "num_hidden_layers": 5}, (1, 2, 3)),
+        ("Olmo3ForCausalLM", {"sliding_window": 127, "num_hidden_layers": 5}, (0, 1, 2, 4)),
+        ("Gemma3ForCausalLM", {"sliding_window": 127, "num_hidden_layers": 7}, (0, 1, 2, 3, 4, 6)),
+        ("Gemma3ForCausalLM", {"sliding_window": 127, "sliding_window_pattern": 2}, (0,)),
+        ("Exaone4ForCausalLM", {"sliding_window": 127, "sliding_window_pattern": "LG"}, (0,)),
     ],
     ids=str,
 )
-def test_an_active_sliding_window_is_refused(architecture, change):
-    refused(hf_config(architecture, **change), "sliding_window", "full attention")
+def test_layers_with_a_sliding_window(architecture, change, layers):
+    config = LlamaConfig.from_hf(hf_config(architecture, hidden_act=..., **change))
+    assert (config.windowed_layers, config.sliding_window) == (layers, 127)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change"),
+    [
+        (MISTRAL, {"max_position_embeddings": 4097}),
+        (QWEN2, {"use_sliding_window": True, "num_hidden_layers": 29, "max_position_embeddings": 4097}),
+    ],
+    ids=str,
+)
+def test_a_window_that_config_json_does_not_have(architecture, change):
+    config = LlamaConfig.from_hf(hf_config(architecture, sliding_window=..., **change))
+    assert config.sliding_window == 4096 and config.windowed_layers
+
+
+def test_full_layers_of_a_hybrid_model_have_no_rope():
+    """However long the window is; without one, all layers have RoPE."""
+    for window, layers in ((16, (1,)), (128, (1,)), (None, ())):
+        config = hf_config("Exaone4ForCausalLM", sliding_window=window, layer_types=["sliding_attention", "full_attention"])
+        if window is None:
+            config["layer_types"] = None
+        assert LlamaConfig.from_hf(config).nope_layers == layers
+
+
+def test_rope_of_layers_with_a_window():
+    """Where theirs is another, they have it however long the window is."""
+    rope = {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_parameters": ...}
+    old = LlamaConfig.from_hf(hf_config("Gemma3ForCausalLM", hidden_act=..., sliding_window=128, **rope, rope_local_base_freq=500.0))
+    assert (old.rope.factor, old.sliding_rope.rope_theta, old.sliding_rope.rope_type) == (8.0, 500.0, "default")
+    assert old.sliding_layers == (0, 1) == old.windowed_layers  # linear scaling makes positions of which 128 are not all
+    plain = {"sliding_window": 128, "rope_theta": 1e6, "rope_local_base_freq": 500.0, "rope_parameters": ...}
+    idle = LlamaConfig.from_hf(hf_config("Gemma3ForCausalLM", hidden_act=..., **plain))
+    assert idle.sliding_layers == (0, 1) and idle.windowed_layers == () and idle.sliding_rope == old.sliding_rope
+    by_kind = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}, "sliding_attention": {"rope_theta": 500.0}}
+    assert LlamaConfig.from_hf(hf_config("Gemma3ForCausalLM", hidden_act=..., sliding_window=128, rope_parameters=by_kind)) == old
+    olmo = LlamaConfig.from_hf(hf_config("Olmo3ForCausalLM", sliding_window=16, **rope))
+    assert (olmo.rope.rope_type, olmo.sliding_rope.rope_type, olmo.sliding_rope.rope_theta) == ("linear", "default", 1e6)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"layer_types": ["sliding_attention"]}, "an entry for each of 2 layers"),
+        ({"layer_types": ["chunked_attention"] * 2}, "layer_types"),
+        ({"sliding_window": 0}, "sliding_window"),
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"hidden_activation": "gelu"}, "hidden_activation gelu"),
+    ],
+)
+def test_windows_that_are_refused(change, named):
+    refused(hf_config("Gemma3ForCausalLM", **({"hidden_act": ..., "sliding_window": 16} | change)), named)
+
+
+def test_a_window_of_llama_is_refused():
+    config = hf_config(LLAMA, sliding_window=127, layer_types=["sliding_attention"] * 2)
+    refused(config, "layer_types", "full attention")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import simulated_devices
-from checkpoints import CASES, FAMILY_CASES, GOLDENS, WRAPPER, case_tokens, hf_config, random_tensors, wrapped, write_checkpoint
+from checkpoints import (
+    CASES,
+    FAMILY_CASES,
+    GOLDENS,
+    WINDOW_CASES,
+    WRAPPER,
+    case_tokens,
+    hf_config,
+    random_tensors,
+    wrapped,
+    write_checkpoint,
+)
 from conversions import bits
 from quantized_checkpoints import make_quantized, write_safetensors
 from safetensors.numpy import load_file
@@ -44,6 +55,7 @@ from qspec_jax.quantization.weights import is_linear, quantize_linears
 FAMILIES = [name for name in FAMILY_CASES if name not in ("granite-biases", "phi3-partial-longrope", "glm4-whole")]
 # After OLMo's norms, with a share of RoPE, after a norm that follows RoPE, with an activation that has weights, and with a query scale.
 DIFFERENT = ["olmo2-widths", "glm4-partial", "hunyuan-alpha", "apertus-xielu", "ministral3-scaled"]
+WITH_WINDOWS = [name for name in WINDOW_CASES if name != "mistral-window"]  # which has no layer without one
 GREEDY = GenerationConfig(group_size=8, max_new_tokens=24, ignore_eos=True, num_speculative_tokens=3)
 
 
@@ -79,6 +91,11 @@ def is_golden(model: Llama, name: str) -> None:
         ("apertus-xielu", {"activation": "relu2"}),
         ("arcee-relu2", {"activation": "xielu"}),
         ("seed_oss-biases", {"output_bias": False}),
+        *(("gemma3-window", change) for change in ({"sliding_window": None}, {"sliding_window": 11}, {"sliding_rope": None})),
+        *(("gemma3-window", change) for change in ({"norm_offset": 0.0}, {"activation": "silu"}, {"sliding_layers": (1,)})),
+        ("gemma3-idle-window", {"sliding_rope": None}),
+        ("exaone4-window", {"nope_layers": ()}),
+        ("mistral-window", {"sliding_window": 13}),
     ],
     ids=str,
 )
@@ -107,7 +124,7 @@ def test_a_plain_model_multiplies_nothing():
     x, angles = jnp.ones((1, 2, config.hidden_size)), model.angles(jnp.zeros((1, 2), int), jnp.ones((1, 2), int))
     block = model.layers[0]
     y = block.qkv(block.attention_input(x))
-    assert block.for_attention(y, *angles) == (y, *angles) and model.angles_of(0, *angles) == angles
+    assert block.for_attention(y, *block.angles_of(angles)) == (y, *angles.cos_sin[0]) and angles.query_scale is None
     assert rope.channel_order(config.rope, config.head_dim) is None and config.is_fusable
     names = [str(e.primitive) for e in jax.make_jaxpr(model.embed)(jnp.zeros((1, 2), int)).eqns]
     assert "mul" not in str(jax.make_jaxpr(model.embed)(jnp.zeros((1, 2), int))), names
@@ -119,8 +136,11 @@ def test_keys_that_are_normed_after_rope_turn_on(directory):
         model = load_model(directory("hunyuan-alpha"), dtype="float64", progress=False)
         block, x = model.layers[0], model.embed(jnp.asarray(case_tokens("hunyuan-alpha")[:1, :5]))
         positions = jnp.arange(5)[None]
-        keys = [jnp.swapaxes(block.before_attention(x, *model.angles(at, at + 1))[1], 1, 2) for at in (positions, positions + 7)]
-        further = model.angles(jnp.full((1, 1), 7), jnp.full((1, 1), 8))
+        keys = [
+            jnp.swapaxes(block.before_attention(x, *block.angles_of(model.angles(at, at + 1)))[1], 1, 2)
+            for at in (positions, positions + 7)
+        ]
+        further = block.angles_of(model.angles(jnp.full((1, 1), 7), jnp.full((1, 1), 8)))
         turned = block.turned(keys[0], *further)
         np.testing.assert_allclose(turned, keys[1], atol=1e-5)  # angles are in float32
         assert np.abs(rotate(keys[0], *further) - keys[1]).max() > 0.1
@@ -150,7 +170,7 @@ def test_a_plan_says_where_there_is_no_fused_kernel(name):
 # With drafts ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES + WITH_WINDOWS)
 def test_drafts_emit_the_targets_tokens(directory, name):
     """Greedily, in float64; and a draft that reads everything is always accepted, so that draft and target do the same to queries."""
     with jax.enable_x64(True):
@@ -170,7 +190,7 @@ def test_drafts_emit_the_targets_tokens(directory, name):
             assert compact.token_ids == run("none", "full").token_ids and compact.stats.draft_acceptance_rate == 1
 
 
-@pytest.mark.parametrize("name", DIFFERENT)
+@pytest.mark.parametrize("name", [*DIFFERENT, "gemma3-window"])
 def test_skipped_sublayers(directory, name):
     """By one program for all choices as by a program of their own, whatever is between two attentions."""
     with jax.enable_x64(True):
@@ -188,7 +208,7 @@ def test_skipped_sublayers(directory, name):
             assert ({path.split(".")[1] for path in unread} == set()) == (not skipped)
 
 
-@pytest.mark.parametrize("name", ["olmo2-widths", "glm4-partial", "apertus-xielu"])
+@pytest.mark.parametrize("name", ["olmo2-widths", "glm4-partial", "apertus-xielu", "gemma3-window"])
 def test_calibration(directory, name):
     """For the inputs that the linear layers have: after no norm, after one of two, and without a gate."""
     model, tokens = load_model(directory(name), progress=False), case_tokens(name)
@@ -202,7 +222,7 @@ def test_calibration(directory, name):
 # Converted, and divided -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", DIFFERENT)
+@pytest.mark.parametrize("name", [*DIFFERENT, "gemma3-window"])
 def test_converted_and_exported(directory, name, tmp_path):
     source = directory(name)
     convert(source, tmp_path / "out", draft_bits=4, progress=False)
@@ -225,7 +245,7 @@ def test_with_simulated_devices(request):
 
 
 @pytest.mark.several_devices
-@pytest.mark.parametrize("name", DIFFERENT)
+@pytest.mark.parametrize("name", [*DIFFERENT, "gemma3-window"])
 def test_divided_over_devices(directory, name, four):
     """Over two devices, and over four, where each two have the same KV head; norms over all heads add up what all devices have."""
     with jax.enable_x64(True):

@@ -193,7 +193,7 @@ def test_prefill_holds_the_queries_of_one_layer():
 
     def read(tokens):
         x, angles = embedded(model, tokens, n)
-        return through_layers(model.layers, angles, x, n, cache, nope=(), num_queries=2)
+        return through_layers(model.layers, angles, x, n, cache, num_queries=2)
 
     jaxpr = jax.make_jaxpr(read)(tokens)
     made_by = {id(out): equation for equation in jaxpr.eqns for out in equation.outvars}

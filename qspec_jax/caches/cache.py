@@ -83,7 +83,16 @@ class AppendedCache(AttendingCache, abc.ABC):
 
     def advance(self, layers: tuple[Any, ...], tokens: int) -> Self:
         """The cache with these layers, every row `tokens` longer."""
-        return dataclasses.replace(self, layers=layers, lengths=longer(self.lengths, tokens))
+        new = self.with_layers(layers)
+        return new.rollback(longer(new.lengths, tokens))
+
+    def with_layers(self, layers: tuple[Any, ...]) -> Self:
+        """The cache with these layers."""
+        return dataclasses.replace(self, layers=layers)
+
+    def part(self, part: slice) -> Self:
+        """The cache of some of the layers."""
+        return dataclasses.replace(self, layers=self.layers[part])
 
     @property
     def compiler_options(self) -> dict[str, str]:
@@ -186,7 +195,7 @@ class Cache(AppendedCache):
 
     def filled(self, layers: tuple[Any, ...], n: Int[Array, "B"]) -> Self:
         """The cache of these layers, whose rows hold n[b] tokens."""
-        return dataclasses.replace(self, layers=layers, lengths=self.schedule.lengths(n))
+        return self.with_layers(layers).rollback(self.schedule.lengths(n))
 
     def commit(self, lengths: Lengths, kept: Int[Array, "B"], *, wait_for: Sequence[Array]) -> tuple[Self, Int[Array, "B"]]:
         """Ends a round that began at these lengths: the first kept[b] of the tokens appended since stay, and rows that are due are flushed.
@@ -218,8 +227,13 @@ class Cache(AppendedCache):
         """Quantizes the oldest G buffered tokens of every row that buffers 2G tokens, with G the schedule's `flush_size`. Also returns 1
         for each such row, else 0."""
         due = self.schedule.due(self.lengths)
-        flushed = dataclasses.replace(self, layers=self.flushed_layers(due), lengths=self.schedule.flushed(self.lengths, due))
+        flushed = self.with_layers(self.flushed_layers(due)).rollback(self.schedule.flushed(self.lengths, due))
         return flushed, due.astype(self.lengths.buffered.dtype)
+
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        """The layers that hold every token of a row, and not those of a window alone."""
+        return tuple(range(len(self.layers)))
 
     @property
     def draft_room(self) -> Int[Array, "B"]:
@@ -249,6 +263,15 @@ class PooledCache(Cache):
     @abc.abstractmethod
     def pooled(self, batch: int, pages: int) -> Self:
         """An empty batch of rows with the capacity of this cache's, which share a pool of `pages` pages, page 0 included."""
+
+    @property
+    def pooled_part(self) -> Self:
+        """The cache of those layers that have groups; of most caches all of it."""
+        return self
+
+    def with_pooled_part(self, part: Self) -> Self:
+        """The cache with this `pooled_part`."""
+        return part
 
 
 def at_most_once(due: Bool[Array, ""], function: Callable[[Tree], Tree], carry: Tree) -> Tree:

@@ -13,10 +13,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from qspec_jax.caches.cache import Cache
-from qspec_jax.models.block import Block
+from qspec_jax.models.block import Angles, Block
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import CHUNK_TOKENS, attend_prompt, by_chunks, equal_parts, replaced
-from qspec_jax.models.rope import unrotated
 
 
 def prefill(
@@ -33,12 +32,12 @@ def prefill(
             last one in the last row, and zeros before a prompt's first.
     """
     x, angles = embedded(model, tokens, n)
-    x, layers, last_queries = through_layers(model.layers, angles, x, n, cache, nope=model.config.nope_layers, num_queries=num_queries)
+    x, layers, last_queries = through_layers(model.layers, angles, x, n, cache, num_queries=num_queries)
     out = last_logits(model, x, n), cache.filled(layers, n)
     return (*out, last_queries) if num_queries else out
 
 
-def embedded(model: Llama, tokens: Int[Array, "B S"], n: Int[Array, "B"]) -> tuple[Float[Array, "B S D"], tuple[Array, ...]]:
+def embedded(model: Llama, tokens: Int[Array, "B S"], n: Int[Array, "B"]) -> tuple[Float[Array, "B S D"], Angles]:
     """Embeds the prompts: the hidden states before the first layer, and the tokens' angles (`Llama.angles`). Arguments as of `prefill`."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return model.embed(tokens), model.angles(positions, jnp.broadcast_to(n[:, None], tokens.shape))
@@ -46,12 +45,11 @@ def embedded(model: Llama, tokens: Int[Array, "B S"], n: Int[Array, "B"]) -> tup
 
 def through_layers(
     blocks: Sequence[Block],
-    angles: tuple[Array, ...],
+    angles: Angles,
     x: Float[Array, "B S D"],
     n: Int[Array, "B"],
     cache: Cache,
     *,
-    nope: Sequence[int],
     num_queries: int,
 ) -> tuple[Float[Array, "B S D"], tuple[Any, ...], tuple[Float[Array, "B Q N H"], ...]]:
     """The hidden states after these layers; the layers of the cache, filled with the prompts; and the last queries of each layer, see
@@ -63,19 +61,17 @@ def through_layers(
         x: the hidden states before these layers.
         n: tokens of each prompt.
         cache: an empty cache of the same number of layers.
-        nope: which of these layers are without RoPE.
         num_queries: see `prefill`.
     """
     layers, last_queries = [], []
     for i, block in enumerate(blocks):
-        own_angles = (*unrotated(*angles[:2]), *angles[2:]) if i in nope else angles
-        q, k, v = by_chunks(block.before_attention, x, *own_angles)
+        q, k, v = by_chunks(block.before_attention, x, *block.angles_of(angles))
         cache_queries = min(cache.prompt_queries, q.shape[1])
         # The attended values overwrite the queries, so this barrier makes XLA slice the last queries first. Without it XLA may slice later,
         # and copy all queries before; where it expects memory to be short it slices at the end of the program, and keeps the queries of
         # all layers until then (jax 0.11).
         q, last = lax.optimization_barrier((q, _last(q, n, max(num_queries, cache_queries))))
-        attended = attend_prompt(q, k, v)
+        attended = attend_prompt(q, k, v, window=block.window)
         x = replaced(block.after_attention, x, attended, parts=equal_parts(x.shape[1], CHUNK_TOKENS))
         # Without this barrier XLA would quantize before it attends where codes go to host memory, and hold what both need at once.
         x, k, v = lax.optimization_barrier((x, k, v))

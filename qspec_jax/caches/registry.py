@@ -16,6 +16,7 @@ from qspec_jax.caches.host_memory import NONE
 from qspec_jax.caches.kivi import KiviCache
 from qspec_jax.caches.offloaded import OffloadedCache, OffloadedFullCache
 from qspec_jax.caches.schedule import Schedule
+from qspec_jax.caches.sliding import NoLayersCache, SlidingCache
 from qspec_jax.caches.specache import SpeCache
 from qspec_jax.caches.streaming_llm import StreamingCache
 from qspec_jax.errors import InputError
@@ -162,10 +163,9 @@ class CacheConfig:
         """Whether each pass copies a part of the cache from host memory, unless all layers are resident."""
         return self._class is STREAMED.get(self.kind)
 
-    @property
-    def pools(self) -> bool:
-        """Whether rows of the cache may share a pool of pages."""
-        return issubclass(self._class, PooledCache) and not self.streams
+    def pools(self, model: LlamaConfig) -> bool:
+        """Whether rows of the cache of a model may share a pool of pages."""
+        return issubclass(self._class, PooledCache) and not self.streams and len(model.windowed_layers) < model.num_layers
 
     def with_resident(self, share: float) -> Self:
         """The cache with this share of its layers on the device, see `HostSettings`; for one that `streams`."""
@@ -234,11 +234,24 @@ class CacheConfig:
         """A cache without tokens; see `RegisteredCache.make`."""
         choice = dict(group_size=self.group_size_for(model.head_dim), scheme=self.scheme, settings=self.settings)
         sizes = dict(batch=batch, capacity=capacity, num_speculative_tokens=num_speculative_tokens, dtype=dtype)
-        return self._class.make(model, **choice, **sizes)
+        windowed = len(model.windowed_layers)
+        if not windowed:
+            return self._class.make(model, **choice, **sizes)
+        if self.guesses or self.in_host_memory:
+            raise InputError(f"cache {self.name} is not for models in which layers have a sliding window; int8 or full on the device is")
+        if windowed == model.num_layers:
+            held = NoLayersCache.of(batch, self.schedule_for(model.head_dim), capacity)
+        else:
+            others = dataclasses.replace(model, num_layers=model.num_layers - windowed, sliding_layers=(), sliding_window=None)
+            held = self._class.make(others, **choice, **sizes)
+        del sizes["capacity"]
+        return SlidingCache.around(held, model, **sizes)
 
 
 @functools.lru_cache(maxsize=256)
 def _outline(cache: CacheConfig, model: LlamaConfig, capacity: int, num_speculative_tokens: int) -> Cache:
     sizes = dict(batch=1, capacity=capacity, num_speculative_tokens=num_speculative_tokens, dtype=jnp.dtype(jnp.bfloat16))
+    if model.windowed_layers:
+        return jax.eval_shape(lambda: cache.empty(model, **sizes))
     made = jax.eval_shape(lambda: cache.empty(dataclasses.replace(model, num_layers=1), **sizes))
     return dataclasses.replace(made, layers=made.layers * model.num_layers)  # all have the same shapes

@@ -51,6 +51,13 @@ _GLM4: Table = (
     | _GATE_UP
     | _in_layers({"post_self_attn_layernorm.weight": "attention_output_norm.weight", "post_mlp_layernorm.weight": "mlp_output_norm.weight"})
 )
+_GEMMA3: Table = _LLAMA | _in_layers(
+    {
+        "post_attention_layernorm.weight": "attention_output_norm.weight",
+        "pre_feedforward_layernorm.weight": "post_attention_norm.weight",
+        "post_feedforward_layernorm.weight": "mlp_output_norm.weight",
+    }
+)
 _HUNYUAN: Table = _LLAMA | _in_layers(
     {"self_attn.query_layernorm.weight": "q_norm.weight", "self_attn.key_layernorm.weight": "k_norm.weight"}
 )
@@ -64,6 +71,8 @@ _APERTUS: Table = _LLAMA | _in_layers(
 TABLES: dict[str, Table] = dict.fromkeys(ARCHITECTURES, _LLAMA) | {
     "Phi3ForCausalLM": _PHI3,
     "Olmo2ForCausalLM": _OLMO2,
+    "Olmo3ForCausalLM": _OLMO2,
+    "Gemma3ForCausalLM": _GEMMA3,
     "Exaone4ForCausalLM": _EXAONE4,
     "Glm4ForCausalLM": _GLM4,
     "HunYuanDenseV1ForCausalLM": _HUNYUAN,

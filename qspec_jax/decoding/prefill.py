@@ -173,7 +173,7 @@ def _num_queries(draft: Draft | None) -> int:
 
 PREFILL = Compiled(_prefilled, static_argnames=("sizes",))
 BEGIN = Compiled(_begun, static_argnames=("sizes",))
-PART = Compiled(through_layers, static_argnames=("nope", "num_queries"), donate_argnames=("x", "cache"))
+PART = Compiled(through_layers, static_argnames=("num_queries",), donate_argnames=("x", "cache"))
 END = Compiled(_ended, static_argnames=("sizes",), donate_argnames=("cache",))
 START = Compiled(_started, static_argnames=("sizes",))
 
@@ -276,7 +276,7 @@ class Prefill:
                 yield x
             x, of_cache, of_queries = result(self._part(slice(at, at + self.layers), angles, x, cache))
             filled, queries = filled + of_cache, queries + of_queries
-        yield result(self._end(x, dataclasses.replace(cache, layers=filled), queries))
+        yield result(self._end(x, cache.with_layers(filled), queries))
 
     @property
     def _prompts(self) -> tuple:
@@ -294,13 +294,11 @@ class Prefill:
 
     def _part(self, part: slice, angles: tuple, x: Array, cache: Cache) -> Call:
         """Takes the hidden states x through some of the layers. angles, x, cache (of all layers): as `_begin` returns them."""
-        config, blocks = self.target.model.config, list(self.target.model.layers)
-        nope = tuple(i for i, layer in enumerate(range(len(blocks))[part]) if layer in config.nope_layers)
-        layers = cache.layers[part]
-        # Parts differ in the number of layers, in which of their caches are in host memory, and in which have no RoPE.
-        variant = x.shape[:2], tuple(any(map(in_host, jax.tree.leaves(layer))) for layer in layers), nope
-        args = blocks[part], angles, x, self.n, dataclasses.replace(cache, layers=layers)
-        return Call(PART, args, dict(nope=nope, num_queries=_num_queries(self.draft)), variant)
+        blocks, cache = list(self.target.model.layers)[part], cache.part(part)
+        # Parts differ in the number of layers, in which of their caches are in host memory, and in the attention of their layers.
+        variant = x.shape[:2], tuple(any(map(in_host, jax.tree.leaves(layer))) for layer in cache.layers), tuple(b.kind for b in blocks)
+        args = blocks, angles, x, self.n, cache
+        return Call(PART, args, dict(num_queries=_num_queries(self.draft)), variant)
 
     def _start(self, logits: Array) -> Call:
         seen = self.tokens if self.limits.asks_what_was_seen else None

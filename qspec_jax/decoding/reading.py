@@ -114,7 +114,7 @@ def _reader(prepared: Prepared) -> Reader:
     cache = none_resident(config.cache_config)  # a state is copied where it is continued, for which the device should have room
     settings = {name: getattr(config, name) for name in OF_STATES} | {"draft": prepared.config.draft}
     reader = Reader(model, prepared.draft, cache, settings)
-    if not cache.pools:
+    if not cache.pools(model.config):
         return reader
     pool = Pool.of((id(model), cache, str(model.dtype)), lambda: first_groups(reader.target, cache))
     return dataclasses.replace(reader, pool=pool)
@@ -128,7 +128,7 @@ def room_for(reader: Reader, tokens: int, more: int) -> Room:
     more = max(1, min(more, most - tokens))
     text, gamma = bucket(tokens + more), max_drafts(reader.model, config_of(reader))
     of_round = gamma + (0 if reader.draft is None else reader.draft.extra_rows)
-    return Room(text, text + bucket(min(more, GENERATED)), gamma, max(of_round, together(reader.cache) - 1))
+    return Room(text, text + bucket(min(more, GENERATED)), gamma, max(of_round, together(reader) - 1))
 
 
 def extend(state: State, prompt: Any, *, tokenizer: Any = None) -> State:

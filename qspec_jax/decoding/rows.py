@@ -11,13 +11,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from qspec_jax.caches.cache import Cache, PooledCache
-from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.compiled import Compiled, rounded_up
 from qspec_jax.decoding.extend import BEGIN_AGAIN, FLUSH, PASS, Extended, tokens_of_pass
 from qspec_jax.decoding.host_residence import refused
 from qspec_jax.decoding.state_arrays import concatenated, row_of
 from qspec_jax.errors import HostMemoryError
 from qspec_jax.states.pages import HeldPages, num_shared
+from qspec_jax.states.pool import with_table
 from qspec_jax.states.state import Reader, Room, State
 
 # Tokens that go through the model at a time when more are read; kernels for caches whose tokens have codes of their own take fewer.
@@ -27,9 +27,9 @@ TOGETHER, TOGETHER_IN_CODES = 64, 16
 MIN_SHARED_READS = 16384
 
 
-def together(cache: CacheConfig) -> int:
+def together(reader: Reader) -> int:
     """How many tokens go through the model at a time."""
-    return TOGETHER if cache.pools or cache.kind == "full" else TOGETHER_IN_CODES
+    return TOGETHER if reader.cache.pools(reader.model.config) or reader.cache.kind == "full" else TOGETHER_IN_CODES
 
 
 @dataclasses.dataclass
@@ -98,7 +98,7 @@ class Rows:
             row[: len(tokens)] = tokens
         begun = [state.cached for state in states]
         new = [end - n for n, end in zip(begun, cached, strict=True)]
-        width = min(rounded_up(max(new)), self.room.appended + 1, together(self.reader.cache)) if reader.cache.takes_drafts else 1
+        width = min(rounded_up(max(new)), self.room.appended + 1, together(reader)) if reader.cache.takes_drafts else 1
         self.own()
         text, end = jnp.asarray(text), int32(cached)
         with self.in_use():
@@ -183,16 +183,16 @@ def joined(states: Sequence[State], lengths: Sequence[int], on_compile: Callable
         schedule = reader.schedule
         pool.make_room(sum(max(0, schedule.max_flushes(length) - len(state.pages)) for state, length in zip(states, lengths, strict=True)))
         pages = [pool.longer(state.pages, schedule.max_flushes(length)) for state, length in zip(states, lengths, strict=True)]
-        cache = dataclasses.replace(cache, pages=pool.table(pages, schedule.max_flushes(room.capacity)))
-        shared = num_shared(pages) if len(pages) > 1 else 0
+        shared, shared_groups = num_shared(pages) if len(pages) > 1 else 0, None
         if shared * schedule.flush_size * (len(pages) - 1) >= MIN_SHARED_READS:
-            cache = dataclasses.replace(cache, shared_groups=jnp.full(len(pages), shared, jnp.int32))
+            shared_groups = jnp.full(len(pages), shared, jnp.int32)
+        cache = with_table(cache, pool.table(pages, schedule.max_flushes(room.capacity)), shared_groups)
     return Rows(reader, room, cache, draft, logits, queries, [state.num_queries for state in states], pages, borrowed, on_compile)
 
 
 def alone(cache: Cache) -> Cache:
     """The cache of a row without the table of its pages, which a state has on the host."""
-    return dataclasses.replace(cache, pages=None, shared_groups=None) if isinstance(cache, PooledCache) else cache
+    return with_table(cache, None) if isinstance(cache, PooledCache) else cache
 
 
 def int32(numbers: Sequence[int]) -> Int[Array, "B"]:

@@ -22,6 +22,7 @@ from qspec_jax.decoding.state import DecodeState, freed
 from qspec_jax.decoding.waiting import Ahead, Queue
 from qspec_jax.drafts.step_bytes import bytes_of
 from qspec_jax.states.pages import PagePool
+from qspec_jax.states.pool import groups_of_layers
 
 ROUNDS_PER_SEGMENT = 64  # between two polls, at most
 # In tokens times layers. Between two parts of a prefill, and two prompts, the other rows have ROUNDS_BETWEEN rounds if MAX_WAIT has been
@@ -74,7 +75,7 @@ class Slots:
         cache = prepared.configs[0].cache_config
         # The maximum of groups that the row of each request quantizes: with that many pages no round lacks one. None: nothing is shared.
         self.groups = None
-        if cache.pools and jax.default_backend() in PAGED:
+        if cache.pools(model.config) and jax.default_backend() in PAGED:
             schedule = cache.schedule_for(model.config.head_dim)
             self.groups = [schedule.max_flushes(len(r.tokens) + r.config.max_new_tokens) for r in requests]
         room = self.prefills.room(self.groups, share or len(requests)) if batch is None else capacity.enough_for(batch, self.groups)
@@ -233,7 +234,7 @@ class Slots:
         self.newest = rows.status
         if self.state is None:
             self.state = self.engine.batch_of(rows, len(self.request_of), self.pool and self.pool.size)
-            of_pool = bytes_of([(layer.keys, layer.values) for layer in self.state.cache.layers], on_device=True) if self.pool else 0
+            of_pool = bytes_of(groups_of_layers(self.state.cache), on_device=True) if self.pool else 0
             self.bytes_of_row = (bytes_of(self.state, on_device=True) - of_pool) // len(self.request_of)
             self.bytes_of_page = of_pool // self.pool.size if self.pool else 0
         self.state = self.engine.replace(self.state, rows, slots, pages if self.pool else None)

@@ -27,6 +27,7 @@ class ExactTopKSettings(SelfSpeculativeSettings):
     """A step attends to all recent tokens besides those that it chooses."""
 
     needs: ClassVar[frozenset[Gives]] = frozenset({Gives.GROUPS})
+    takes_windows: ClassVar[bool] = True
 
     budget: float = setting(
         0.06, "How much of the quantized tokens a step reads: a share of at most 1 (0.06 is 6 %), or a number of tokens (6 is 6 tokens)."

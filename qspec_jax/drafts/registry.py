@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from qspec_jax.checkpoints.tokenizers import check_same_tokens
 from qspec_jax.drafts.chunk_means import ChunkMeansSettings
 from qspec_jax.drafts.combine import CombinedSettings
-from qspec_jax.drafts.draft import Draft, DraftSettings, checkpoints_of
+from qspec_jax.drafts.draft import Draft, DraftSettings, checkpoints_of, takes_windows
 from qspec_jax.drafts.exact_topk import ExactTopKSettings
 from qspec_jax.drafts.h2o import H2ODraftSettings
 from qspec_jax.drafts.int4 import int4_model
@@ -151,6 +151,10 @@ def make_draft(
     settings = parse_draft(draft) if isinstance(draft, str) else draft
     if settings is None:
         return None
+    if model.config.windowed_layers and not takes_windows(settings):
+        name = next((name for name, kind in DRAFTS.items() if type(settings) is kind), settings)
+        others = ", ".join(name for name, kind in DRAFTS.items() if takes_windows(kind))
+        raise InputError(f"draft {name} keeps keys of the target's layers, of which some have a sliding window here; {others} do not")
     for checkpoint in checkpoints_of(settings) if model.origin.directory is not None else ():
         check_same_tokens(checkpoint, model.origin.directory)
     if int4 is None:

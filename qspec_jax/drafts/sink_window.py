@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from qspec_jax.caches.cache import KeysValues
 from qspec_jax.caches.compact import CompactCache
 from qspec_jax.models import rope
+from qspec_jax.models.block import Angles
 from qspec_jax.models.llama import Llama
 
 
@@ -47,9 +48,10 @@ class SinkWindow:
         c, cache = model.config, self.cache
         gone = jnp.maximum(cache.taken - cache.kept - cache.ring, 0)[:, None]
         # The keys have the RoPE type's (YaRN's) attention factor already.
-        plain = dataclasses.replace(c.rope, attention_factor=1.0)
-        angles = rope.cos_sin(plain, c.head_dim, c.max_position_embeddings, gone, cache.taken[:, None])
-        keys = [model.layers[i].turned(keys, *model.angles_of(i, *angles)) for i, keys in enumerate(self.sinks)]
+        plain = (dataclasses.replace(each, attention_factor=1.0) for each in c.ropes)
+        cos_sin = (rope.cos_sin(each, c.head_dim, c.max_position_embeddings, gone, cache.taken[:, None]) for each in plain)
+        angles = Angles(tuple(cos_sin), None)
+        keys = [model.layers[i].turned(keys, *model.layers[i].angles_of(angles)) for i, keys in enumerate(self.sinks)]
         return dataclasses.replace(self, cache=cache.with_first_keys(keys, changed))
 
 

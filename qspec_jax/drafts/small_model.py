@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -165,6 +166,8 @@ class SmallModelDraft(ModelDraft):
 class SmallModelSettings:
     """A window is numbered without a gap, so that the text may be longer than the model takes."""
 
+    takes_windows: ClassVar[bool] = True
+
     model: str = setting("", "The checkpoint: a directory, in Hugging Face format or converted, or ORG/NAME on the Hub.")
     reads: str = setting("text", "Whether the model reads the whole text, or its first tokens and its most recent ones.", choices=READS)
     sinks: int = setting(16, "How many of the first tokens are read, with reads=window.", minimum=0)
@@ -200,5 +203,7 @@ class SmallModelSettings:
         if self.sinks + self.window > most:
             given = f"draft sinks {self.sinks} and window {self.window}"
             raise InputError(f"{given} should together be at most the {most} positions of {self.model}")
+        if config.windowed_layers:
+            raise InputError(f"{self.model} has layers with a sliding window of their own; use reads=text")
         if kind in ("dynamic", "longrope"):
             raise InputError(f"{self.model}: its {kind} RoPE depends on the length of the whole text; use reads=text")

@@ -38,6 +38,7 @@ class SparseSettings(SelfSpeculativeSettings):
     are among the layer's groups with the most mass, at most `MAX_OF_A_HEAD` times its equal share."""
 
     needs: ClassVar[frozenset[Gives]] = frozenset({Gives.GROUPS})
+    takes_windows: ClassVar[bool] = True
 
     budget: float = setting(
         0.06, "How much of the quantized tokens a step reads: a share of at most 1 (0.06 is 6 %), or a number of tokens (6 is 6 tokens)."
@@ -79,9 +80,10 @@ class SparseSettings(SelfSpeculativeSettings):
 class SparseDraft(SelfSpeculativeDraft):
     """Single-token steps of a model over listed groups of the target's cache.
 
-    Its state has for each layer the attention mass [B, K, C] that each group got from a token, the mean over those that the last round
-    kept; before the first round, over the last tokens of the prompt. With memory it is the decaying average of those means over rounds. A
-    round counts the same whatever it emitted: rounds differ in length by what was accepted, which says nothing of how far back to look.
+    Its state has for each layer without a sliding window the attention mass [B, K, C] that each group got from a token, the mean over those
+    that the last round kept; before the first round, over the last tokens of the prompt. With memory it is the decaying average of those
+    means over rounds. A round counts the same whatever it emitted: rounds differ in length by what was accepted, which says nothing of how
+    far back to look.
     """
 
     settings: SparseSettings = dataclasses.field(metadata={"static": True})
@@ -93,14 +95,14 @@ class SparseDraft(SelfSpeculativeDraft):
 
     def begin(self, prompt: Prompt) -> State:
         check_has_groups(prompt.cache, self.name)
-        (B, K), C = prompt.cache.layers[0].buffer.keys.shape[:2], prompt.cache.groups
+        (B, K), C = prompt.cache.pooled_part.layers[0].buffer.keys.shape[:2], prompt.cache.groups
         # Where nothing attended to a group, the newer, the better.
         newer = jnp.broadcast_to(jnp.arange(C, dtype=jnp.float32) * TINY_MASS, (B, K, C))
         real = prompt.are_queries(self.prompt_queries)
         state = []
-        for i, queries in enumerate(prompt.queries):
+        for i in prompt.cache.full_layers:
             on_device, state = prompt.cache.with_layer_on_device(i, after=state)
-            _, mass = decode_attention(queries, on_device.whole_layer(i), prompt.cache.lengths, DenseView(2, observed=True))
+            _, mass = decode_attention(prompt.queries[i], on_device.whole_layer(i), prompt.cache.lengths, DenseView(2, observed=True))
             mass = self.step.model.sum_of_copies(mass)
             seen = jnp.where(real[:, None, :, None], jnp.nan_to_num(mass), 0).sum(2)
             state.append(newer + seen / real.sum(1)[:, None, None])
@@ -121,7 +123,8 @@ class SparseDraft(SelfSpeculativeDraft):
             # By mass the heads of a layer share a budget, on whatever devices they are.
             lists = self.step.model.of_all_kv_heads(select, mass) if self.settings.heads == "by-mass" else select(mass)
             views += tuple(ListedGroups(*layer) for layer in zip(lists.groups, lists.count, strict=True))
-        return self.through(views)
+        of_full = dict(zip(cache.full_layers, views, strict=True))
+        return self.through(tuple(of_full.get(i, UPPER_PLANE) for i in range(len(cache.layers))))
 
     def reads(self, layer: int, cache: Cache, tokens: int) -> Reads:
         if layer in self.skipped.attention:

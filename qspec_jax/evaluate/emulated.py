@@ -170,6 +170,8 @@ class EmulatedConfig:
 
     def empty(self, model: LlamaConfig, *, batch: int, capacity: int, num_speculative_tokens: int, dtype: jnp.dtype) -> EmulatedCache:
         """A cache without tokens; the dtype of scales and zeros follows from the model's, `dtype`."""
+        if model.windowed_layers:
+            raise InputError("a quantizer of keys and values is not emulated for a model in which layers have a sliding window")
         G = CacheConfig(group_size=self.group_size).group_size_for(model.head_dim)
         rows = max(G, capacity + num_speculative_tokens + 1)
         wide = accumulation_dtype(dtype)

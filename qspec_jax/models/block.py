@@ -1,5 +1,6 @@
 """One layer of the transformer, for all families: what differs between them is read from the config."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Self
 
@@ -18,7 +19,8 @@ from pallas_kernels.rope_append import rotate, split_and_rotate
 from qspec_jax.models import rope
 from qspec_jax.models.activations import XIELU, relu2
 from qspec_jax.models.config import LlamaConfig
-from qspec_jax.models.families import HEAD, HEAD_AFTER_ROPE, INPUT, OUTPUT, RELU2, WIDTH
+from qspec_jax.models.families import GELU, HEAD, HEAD_AFTER_ROPE, INPUT, OUTPUT, WIDTH
+from qspec_jax.models.families import XIELU as XIELU_NAME
 
 Weight = formats.Weight | jax.ShapeDtypeStruct
 MakeWeight = Callable[[str, tuple[int, ...]], Weight]
@@ -54,11 +56,12 @@ class RMSNorm(nnx.Module):
         size: of the last axis, on all devices together.
         eps: is added to the mean of the squares.
         axis: the axis of a mesh over whose devices the last axis is divided; None: it is not divided.
+        offset: is added to the weight. If it is not 0, the product is rounded, and not what the weight multiplies.
     """
 
-    def __init__(self, make: MakeWeight, path: str, size: int, eps: float, axis: str | None = None):
+    def __init__(self, make: MakeWeight, path: str, size: int, eps: float, axis: str | None = None, *, offset: float = 0.0):
         self.weight = nnx.Param(make(f"{path}.weight", (size,)))
-        self.eps, self.axis = eps, axis
+        self.eps, self.axis, self.offset = eps, axis, offset
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         if self.axis is None:
@@ -70,21 +73,48 @@ class RMSNorm(nnx.Module):
 
     def add(self, x: Float[Array, "*rows D"], added: Float[Array, "*rows D"] | None) -> tuple[Array, Array]:
         """x + added, the residual connection before the norm, and its norm."""
+        if self.offset:
+            x = x if added is None else x + added
+            wide = x.astype(accumulation_dtype(x.dtype))
+            normed = wide * lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.eps)
+            return x, (normed * (self.offset + self.weight.get_value().astype(wide.dtype))).astype(x.dtype)
         return add_rms_norm(x, added, self.weight.get_value(), eps=self.eps)
 
 
-class Block(nnx.Module):
-    """One layer: the part before attention and the part after it. axis: see `Llama`.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Angles:
+    """The angles of tokens by which layers rotate queries and keys.
 
-    The residual stream is kept divided by the config's residual multiplier: what attention and MLP add to it then needs no multiplication.
+    Attributes:
+        cos_sin: cosines and sines, for each of `LlamaConfig.ropes`.
+        query_scale: the number by which each token's queries are multiplied, in models that have one.
     """
 
-    def __init__(self, config: LlamaConfig, make: MakeWeight, path: str, axis: str | None = None):
-        c, D, H, eps = config, config.hidden_size, config.head_dim, config.rms_norm_eps
+    cos_sin: tuple[tuple[Float[Array, "B T half"], Float[Array, "B T half"]], ...]
+    query_scale: Float[Array, "B T"] | None
+
+
+class Block(nnx.Module):
+    """One layer: the part before attention and the part after it.
+
+    The residual stream is kept divided by the config's residual multiplier: what attention and MLP add to it then needs no multiplication.
+
+    Args:
+        config, make, axis: see `Llama`.
+        layer: the number of the layer.
+
+    Attributes:
+        window: the number of tokens that a token attends to, itself included; None: all.
+    """
+
+    def __init__(self, config: LlamaConfig, make: MakeWeight, layer: int, axis: str | None = None):
+        c, D, H, eps, path = config, config.hidden_size, config.head_dim, config.rms_norm_eps, f"layers.{layer}"
         self.head_dim, self.axis, self.is_fusable = H, axis, config.is_fusable
+        self.window, self._rope = c.sliding_window if layer in c.windowed_layers else None, c.rope_of(layer)
 
         def norm(name: str, exists: bool, size: int = D, *, eps: float = eps, axis: str | None = None) -> RMSNorm | None:
-            return RMSNorm(make, f"{path}.{name}", size, eps, axis) if exists else None
+            return RMSNorm(make, f"{path}.{name}", size, eps, axis, offset=c.norm_offset) if exists else None
 
         before, after, of_stream = c.norms != OUTPUT, c.norms != INPUT, stream_eps(c)
         self.input_norm = norm("input_norm", before, eps=of_stream)
@@ -103,7 +133,8 @@ class Block(nnx.Module):
         self.post_attention_norm = norm("post_attention_norm", before, eps=of_stream)
         self.gate_proj = Linear(make, f"{path}.gate_proj", (c.intermediate_size, D), bias=c.mlp_bias) if c.gated_mlp else None
         self.up_proj = Linear(make, f"{path}.up_proj", (c.intermediate_size, D), bias=c.mlp_bias)
-        self.activation = None if c.gated_mlp or c.activation == RELU2 else XIELU(make, f"{path}.activation")
+        self.activation = XIELU(make, f"{path}.activation") if c.activation == XIELU_NAME else None
+        self.is_gelu = c.activation == GELU
         self.down_proj = Linear(make, f"{path}.down_proj", (D, c.intermediate_size), bias=c.mlp_bias, summed_over=axis)
         self.mlp_output_norm = norm("mlp_output_norm", after)
 
@@ -117,10 +148,20 @@ class Block(nnx.Module):
         """KV heads on this device."""
         return self.k_proj.weight.get_value().shape[0] // self.head_dim
 
+    @property
+    def kind(self) -> tuple[int | None, int | None]:
+        """How the attention of layers differs within a model."""
+        return self.window, self._rope
+
+    def angles_of(self, angles: Angles) -> tuple[Array, ...]:
+        """The angles of this layer: cosines and sines, those of angles 0 without RoPE; and the scale of queries, if there is one."""
+        cos_sin = rope.unrotated(*angles.cos_sin[0]) if self._rope is None else angles.cos_sin[self._rope]
+        return cos_sin if angles.query_scale is None else (*cos_sin, angles.query_scale)
+
     def before_attention(
         self, x: Float[Array, "B T D"], *angles: Array
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-        """Queries and keys after RoPE, and values. angles: as `Llama.angles_of` returns them."""
+        """Queries and keys after RoPE, and values. angles: as `angles_of` returns them."""
         return split_and_rotate(*self.for_attention(self.qkv(self.attention_input(x)), *angles), kv_heads=self.num_kv_heads)
 
     def attention_input(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -243,7 +284,10 @@ class Block(nnx.Module):
         """The input of the MLP's last projection."""
         if self.gate_proj is not None:
             weights, biases = _parameters(self.gate_proj, self.up_proj)
-            return gated_linear(h, *weights, biases)
+            if not self.is_gelu:
+                return gated_linear(h, *weights, biases)
+            gate, up = jnp.split(linear(h, weights, biases), 2, axis=-1)
+            return jax.nn.gelu(gate, approximate=True) * up
         return (relu2 if self.activation is None else self.activation)(self.up_proj(h))
 
     def mlp(self, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

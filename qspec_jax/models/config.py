@@ -10,7 +10,8 @@ from qspec_jax.errors import InputError, flat, warn_once
 from qspec_jax.files import read_json
 from qspec_jax.models.config_values import Values
 from qspec_jax.models.families import ACTIVATION_NAMES, ARCHITECTURES, GATED, INPUT, OUTPUT, SILU, WRAPPERS, Wrapper
-from qspec_jax.models.rope_config import RopeConfig, read_rope
+from qspec_jax.models.rope_config import RopeConfig, read_local_rope, read_rope
+from qspec_jax.models.sliding_layers import read_window
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,10 @@ class LlamaConfig:
         norms: where the other norms are, one of `families.NORM_PLACES`.
         activation: of the MLP, one of `families.ACTIVATIONS`.
         nope_layers: the layers without RoPE.
+        sliding_layers: the layers that differ from others in their window or their RoPE.
+        sliding_window: the number of tokens that a token attends to in these layers, itself included; None: all.
+        sliding_rope: the RoPE of these layers; None: it is that of all layers.
+        norm_offset: is added to the weights of norms.
         embedding_multiplier: embeddings are multiplied by it.
         attention_scale: the products of queries and keys are multiplied by it; None: head_dim ** -0.5.
         residual_multiplier: what attention and MLP add to the residual stream is multiplied by it.
@@ -52,7 +57,11 @@ class LlamaConfig:
     eos_token_ids: tuple[int, ...]
     dtype: str
     nope_layers: tuple[int, ...] = ()
+    sliding_layers: tuple[int, ...] = ()
+    sliding_window: int | None = None
+    sliding_rope: RopeConfig | None = None
     norms: str = INPUT
+    norm_offset: float = 0.0
     activation: str = SILU
     embedding_multiplier: float = 1.0
     attention_scale: float | None = None
@@ -74,7 +83,23 @@ class LlamaConfig:
     @property
     def is_fusable(self) -> bool:
         """Whether `pallas_kernels.fused_layer` computes what is between two attentions: norms where Llama has them, and its MLP."""
-        return self.norms == INPUT and self.activation == SILU
+        return self.norms == INPUT and self.activation == SILU and not self.norm_offset
+
+    @property
+    def windowed_layers(self) -> tuple[int, ...]:
+        """The layers whose tokens attend to no more than `sliding_window` tokens."""
+        return () if self.sliding_window is None else self.sliding_layers
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The different RoPEs of layers: that of most, and that of sliding layers if it is another."""
+        return (self.rope,) if self.sliding_rope is None else (self.rope, self.sliding_rope)
+
+    def rope_of(self, layer: int) -> int | None:
+        """The index in `ropes` of a layer's; None for a layer without RoPE."""
+        if layer in self.nope_layers:
+            return None
+        return int(self.sliding_rope is not None and layer in self.sliding_layers)
 
     @property
     def max_length(self) -> int:
@@ -178,8 +203,14 @@ class _Reader(Values):
     def llama(self) -> LlamaConfig:
         raw = self.raw
         known = ACTIVATION_NAMES[self.architecture.activation]
-        if raw.get("hidden_act", known[0]) not in known:
-            raise self.error(f"hidden_act {raw['hidden_act']} is not supported for {self.name}, only {known[0]}")
+        for key in ("hidden_activation", "hidden_act"):  # Gemma's files may have both, of which the first counts
+            if raw.get(key, known[0]) not in known:
+                raise self.error(f"{key} {raw[key]} is not supported for {self.name}, only {known[0]}")
+            if key in raw:
+                break
+        for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+            if raw.get(key):
+                raise self.error(f"{key} {raw[key]} is not supported; it should be null or false")
         hidden, heads = self.number("hidden_size"), self.number("num_attention_heads")
         kv_heads = self.number("num_key_value_heads", heads)
         if heads % kv_heads:
@@ -214,10 +245,28 @@ class _Reader(Values):
             norms=self.architecture.norms,
             activation=self.architecture.activation,
             wrapper=self.wrapper,
+            norm_offset=float(self.architecture.unit_offset),
             **{field: self.number(key, kind=float) for field, key in self.architecture.multipliers.items()},
         )
-        self.refuse_sliding_window(config)
-        return config
+        if self.architecture.scaled_embeddings:
+            config = dataclasses.replace(config, embedding_multiplier=hidden**0.5)
+        if self.architecture.query_pre_attn_scalar:
+            config = dataclasses.replace(config, attention_scale=self.number("query_pre_attn_scalar", kind=float) ** -0.5)
+        return self.with_sliding_layers(config)
+
+    def with_sliding_layers(self, config: LlamaConfig) -> LlamaConfig:
+        layers, window = read_window(self, self.architecture, config.num_layers, config.nope_layers)
+        if self.architecture.hybrid and window is not None:
+            config = dataclasses.replace(config, nope_layers=tuple(i for i in range(config.num_layers) if i not in layers))
+        if window is not None and window >= config.max_length:
+            window = None
+        rope = None
+        if self.architecture.local_theta is not None:
+            rope = read_local_rope(self, self.name, self.architecture, head_dim=config.head_dim, positions=config.max_position_embeddings)
+            rope = None if rope == config.rope else rope
+        if window is None and rope is None:
+            return config
+        return dataclasses.replace(config, sliding_layers=layers, sliding_window=window, sliding_rope=rope if layers else None)
 
     def bias(self, setting: bool | str) -> bool:
         return self.flag(setting) if isinstance(setting, str) else setting
@@ -242,26 +291,6 @@ class _Reader(Values):
         if name not in ("float16", "bfloat16", "float32", "float64"):
             raise self.error(f"dtype {name} is not supported; float16, bfloat16, float32 or float64 is")
         return name
-
-    def refuse_sliding_window(self, config: LlamaConfig) -> None:
-        types = self.raw.get("layer_types")
-        if types is not None and not (isinstance(types, list) and all(t in ("full_attention", "sliding_attention") for t in types)):
-            raise self.error(f"layer_types {types!r} should be a list of full_attention")
-        if self.architecture.windowed:
-            active = True
-        elif types is not None:
-            active = "sliding_attention" in types
-        elif self.architecture.nope:  # the layers without RoPE have the window
-            active = self.flag("use_sliding_window") and bool(config.nope_layers)
-        else:
-            active = self.flag("use_sliding_window") and self.number("max_window_layers", above=-1) < config.num_layers
-        if active and "sliding_window" in self.raw:
-            window = self.number("sliding_window")
-            if window < config.max_length or self.architecture.hybrid:
-                raise self.error(
-                    f"sliding-window attention (sliding_window {window}, {config.max_length} positions) is not supported; "
-                    "only full attention is"
-                )
 
 
 def stated_dtype(raw: Mapping[str, Any]) -> str | None:

@@ -11,11 +11,14 @@ from typing import Any
 NORM_PLACES = INPUT, OUTPUT, SANDWICH = "input", "output", "sandwich"
 # What a norm of queries and keys covers: each head before RoPE, each head after RoPE, or all heads together before RoPE.
 QK_NORMS = HEAD, HEAD_AFTER_ROPE, WIDTH = "head", "head after rope", "width"
-# Activations of MLPs: silu(gate) * up, or of `up` alone without a gate.
-ACTIVATIONS = SILU, RELU2, XIELU = "silu", "relu2", "xielu"
+# Activations of MLPs: of a gate that multiplies `up` (the first two), or of `up` alone without a gate.
+ACTIVATIONS = SILU, GELU, RELU2, XIELU = "silu", "gelu", "relu2", "xielu"
 # The names that config.json (`hidden_act`) has for them.
-ACTIVATION_NAMES = {SILU: ("silu", "swish"), RELU2: ("relu2",), XIELU: ("xielu",)}
-GATED = (SILU,)
+ACTIVATION_NAMES = {SILU: ("silu", "swish"), GELU: ("gelu_pytorch_tanh",), RELU2: ("relu2",), XIELU: ("xielu",)}
+GATED = (SILU, GELU)
+# The layers that have a sliding window where config.json does not list them (`layer_types`): every layer, those from `max_window_layers`
+# on, those without RoPE, or all but the last, or the first, of each few.
+WINDOWED = ALL, FROM, WITHOUT_ROPE, BUT_LAST, BUT_FIRST = "all", "from", "without rope", "all but last", "all but first"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +38,14 @@ class Architecture:
         partial_rotary: whether `partial_rotary_factor` counts, the share of a head's channels that RoPE rotates.
         query_scale: whether queries grow with their position, by `llama_4_scaling_beta` of the rope settings.
         ntk_alpha: whether `alpha` of the rope settings stretches rope_theta, where their type is dynamic.
-        windowed: whether `sliding_window` is in effect by itself, without another key that switches it on.
+        windowed: the layers that have a sliding window, one of `WINDOWED`; None: no layer ever has one.
+        period: of `BUT_LAST` and `BUT_FIRST` the number of layers, of which one attends to everything, without `sliding_window_pattern`.
         hybrid: whether a sliding window, however long, takes RoPE from the layers that do not have it.
+        local_theta: the rope_theta of layers with a window, which then have no other rope settings: its key, and its default; None: their
+            RoPE is that of the other layers. The key rope_theta itself: that of the others.
+        unit_offset: whether norms multiply by 1 + weight, before they round, and not by the weight.
+        query_pre_attn_scalar: whether the square root of this key takes the place of that of head_dim in attention.
+        scaled_embeddings: whether embeddings are multiplied by the square root of hidden_size.
         nope: whether some layers have no RoPE (`no_rope_layers`).
         whole_heads: whether transformers refuses heads that do not divide hidden_size, even if head_dim is given.
         only_longrope: whether longrope, under any of its names, is the only rope type besides the default.
@@ -55,8 +64,13 @@ class Architecture:
     partial_rotary: bool = False
     query_scale: bool = False
     ntk_alpha: bool = False
-    windowed: bool = False
+    windowed: str | None = None
+    period: int = 4
     hybrid: bool = False
+    local_theta: tuple[str, float] | None = None
+    unit_offset: bool = False
+    query_pre_attn_scalar: bool = False
+    scaled_embeddings: bool = False
     nope: bool = False
     whole_heads: bool = False
     only_longrope: bool = False
@@ -91,6 +105,10 @@ _APERTUS_ROPE = dict(
     **dict(rope_type="llama3", rope_theta=12e6, factor=8.0, original_max_position_embeddings=8192),
     **dict(low_freq_factor=1.0, high_freq_factor=4.0),
 )
+_CWM_ROPE = dict(
+    **dict(rope_type="llama3", rope_theta=1e6, factor=16.0, original_max_position_embeddings=8192),
+    **dict(low_freq_factor=1.0, high_freq_factor=4.0),
+)
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(
         "llama",
@@ -101,24 +119,24 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "MistralForCausalLM": Architecture(
         "mistral",
-        windowed=True,
+        windowed=ALL,
         defaults=dict(max_position_embeddings=131072, num_key_value_heads=8, sliding_window=4096, eos_token_id=2),
     ),
     "Ministral3ForCausalLM": Architecture(
         "ministral3",
         query_scale=True,
-        windowed=True,
+        windowed=ALL,
         defaults=dict(
             **dict(max_position_embeddings=262144, num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, eos_token_id=2),
             rope_parameters=_MINISTRAL_ROPE,
         ),
     ),
-    "Qwen2ForCausalLM": Architecture("qwen2", qkv_bias=True, defaults=_QWEN_DEFAULTS),
-    "Qwen3ForCausalLM": Architecture("qwen3", **_ATTENTION_BIAS, qk_norm=HEAD, defaults=_QWEN_DEFAULTS | dict(head_dim=128)),
+    "Qwen2ForCausalLM": Architecture("qwen2", qkv_bias=True, windowed=FROM, defaults=_QWEN_DEFAULTS),
+    "Qwen3ForCausalLM": Architecture("qwen3", **_ATTENTION_BIAS, qk_norm=HEAD, windowed=FROM, defaults=_QWEN_DEFAULTS | dict(head_dim=128)),
     "Phi3ForCausalLM": Architecture(
         "phi3",
         partial_rotary=True,
-        windowed=True,
+        windowed=ALL,
         only_longrope=True,
         defaults=dict(max_position_embeddings=4096, original_max_position_embeddings=4096, rms_norm_eps=1e-5, eos_token_id=32000),
     ),
@@ -126,6 +144,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "smollm3",
         **_ATTENTION_BIAS,
         mlp_bias="mlp_bias",
+        windowed=WITHOUT_ROPE,
         nope=True,
         defaults=dict(max_position_embeddings=32768, num_key_value_heads=4, rope_theta=2e6, eos_token_id=128001, tie_word_embeddings=True),
     ),
@@ -157,11 +176,46 @@ ARCHITECTURES: dict[str, Architecture] = {
         qk_norm=WIDTH,
         defaults=dict(max_position_embeddings=2048, rms_norm_eps=1e-5, eos_token_id=50279),
     ),
+    "Olmo3ForCausalLM": Architecture(
+        "olmo3",
+        **_ATTENTION_BIAS,
+        norms=OUTPUT,
+        qk_norm=WIDTH,
+        windowed=BUT_LAST,
+        local_theta=("rope_theta", 500000.0),
+        defaults=dict(max_position_embeddings=2048, rms_norm_eps=1e-5, rope_theta=500000.0, sliding_window=4096, eos_token_id=50279),
+    ),
+    "CwmForCausalLM": Architecture(
+        "cwm",
+        mlp_bias="mlp_bias",
+        windowed=BUT_FIRST,
+        defaults=dict(
+            **dict(max_position_embeddings=131072, num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, sliding_window=8192),
+            **dict(rope_theta=1e6, rope_parameters=_CWM_ROPE, eos_token_id=[128001, 128008, 128009]),
+        ),
+    ),
+    "Gemma3ForCausalLM": Architecture(
+        "gemma3_text",
+        **_ATTENTION_BIAS,
+        norms=SANDWICH,
+        qk_norm=HEAD,
+        activation=GELU,
+        windowed=BUT_LAST,
+        period=6,
+        local_theta=("rope_local_base_freq", 10000.0),
+        unit_offset=True,
+        query_pre_attn_scalar=True,
+        scaled_embeddings=True,
+        defaults=dict(
+            **dict(max_position_embeddings=131072, num_key_value_heads=4, head_dim=256, rms_norm_eps=1e-6, sliding_window=4096),
+            **dict(rope_theta=1e6, query_pre_attn_scalar=256, tie_word_embeddings=True, eos_token_id=1),
+        ),
+    ),
     "Exaone4ForCausalLM": Architecture(
         "exaone4",
         norms=OUTPUT,
         qk_norm=HEAD,
-        windowed=True,
+        windowed=BUT_LAST,
         hybrid=True,
         defaults=dict(max_position_embeddings=2048, num_key_value_heads=32, rms_norm_eps=1e-5, sliding_window=4096, eos_token_id=2),
     ),
@@ -199,11 +253,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
     ),
 }
+_VISION = tuple(f"{base}{part}." for base in ("", "model.") for part in ("vision_tower", "multi_modal_projector"))
 # Devstral and Mistral Small 3 have a text model of Mistral, Ministral 3 one of its own.
 WRAPPERS: dict[str, Wrapper] = {
     "Mistral3ForConditionalGeneration": Wrapper(
         "mistral3",
         "mistral",
-        left_out=tuple(f"{base}{part}." for base in ("", "model.") for part in ("vision_tower", "multi_modal_projector")),
+        left_out=_VISION,
     ),
+    "Gemma3ForConditionalGeneration": Wrapper("gemma3", "gemma3_text", left_out=_VISION),
 }

@@ -22,7 +22,7 @@ from pallas_kernels.formats.views import BOTH_PLANES, View
 from pallas_kernels.matmul import linear
 from qspec_jax.errors import InputError
 from qspec_jax.models import rope
-from qspec_jax.models.block import Block, MakeWeight, RMSNorm, Weight, scaled, stream_eps
+from qspec_jax.models.block import Angles, Block, MakeWeight, RMSNorm, Weight, scaled, stream_eps
 from qspec_jax.models.config import LlamaConfig
 
 
@@ -102,8 +102,8 @@ class Llama(nnx.Module):
         self._config, self.axis, self.kv_copies = config, axis, kv_copies
         self.origin = Origin()
         self.embedding = nnx.Param(make("embedding", (config.vocab_size, config.hidden_size)))
-        self.layers = nnx.List([Block(config, make, f"layers.{i}", axis) for i in range(config.num_layers)])
-        self.norm = RMSNorm(make, "norm", config.hidden_size, stream_eps(config))
+        self.layers = nnx.List([Block(config, make, i, axis) for i in range(config.num_layers)])
+        self.norm = RMSNorm(make, "norm", config.hidden_size, stream_eps(config), offset=config.norm_offset)
         self.head = None if config.tie_word_embeddings else nnx.Param(make("head", (config.vocab_size, config.hidden_size)))
 
     def __call__(
@@ -142,7 +142,7 @@ class Llama(nnx.Module):
         views = view if isinstance(view, tuple) else (view,) * len(self.layers)
         layers, masses, carry, reading = [], [], None, cache.for_pass(views)
         for i, (block, following) in enumerate(zip(self.layers, [*self.layers[1:], None])):
-            attended, layer, mass = reading.attend(i, *block.for_attention(y, *self.angles_of(i, *angles)), view=views[i])
+            attended, layer, mass = reading.attend(i, *block.for_attention(y, *block.angles_of(angles)), view=views[i])
             x, y, carry = block.until(following, x, attended, carry)
             layers.append(layer)
             masses.append(None if mass is None else self.sum_of_copies(mass))
@@ -218,18 +218,11 @@ class Llama(nnx.Module):
         here = (at >= 0) & (at < table.shape[0])
         return lax.psum(jnp.where(here[..., None], table[jnp.clip(at, 0, table.shape[0] - 1)], 0), self.axis)
 
-    def angles(self, positions: Int[Array, "B T"], lengths: Int[Array, "B T"]) -> tuple[Array, ...]:
-        """Cosines and sines, [B, T, head_dim / 2], of the tokens' angles, and the scale of their queries, [B, T], in models that have one.
-
-        lengths: see `rope.cos_sin`.
-        """
+    def angles(self, positions: Int[Array, "B T"], lengths: Int[Array, "B T"]) -> Angles:
+        """The tokens' angles. lengths: see `rope.cos_sin`."""
         c = self.config
-        cos_sin = rope.cos_sin(c.rope, c.head_dim, c.max_position_embeddings, positions, lengths)
-        return (*cos_sin, rope.query_scale(c.rope, positions)) if c.rope.query_scale_beta else cos_sin
-
-    def angles_of(self, layer: int, cos: Array, sin: Array, *query_scale: Array) -> tuple[Array, ...]:
-        """The angles of a layer: those of `angles`, or angles 0 without RoPE."""
-        return (*(rope.unrotated(cos, sin) if layer in self.config.nope_layers else (cos, sin)), *query_scale)
+        found = [rope.cos_sin(each, c.head_dim, c.max_position_embeddings, positions, lengths) for each in c.ropes]
+        return Angles(tuple(found), rope.query_scale(c.rope, positions) if c.rope.query_scale_beta else None)
 
     def logits(self, x: Float[Array, "B T D"], added: Float[Array, "B T D"] | None = None) -> Float[Array, "B T V"]:
         """Logits of the last hidden states: x, or x + added."""

@@ -13,6 +13,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import decode_attention
+from pallas_kernels.attention.reference import attend_readable
 from pallas_kernels.dispatch import compute_capability
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.views import FULL_PRECISION
@@ -40,13 +41,20 @@ def padded(rows: Sequence[Sequence[int]]) -> tuple[Int[Array, "B S"], Int[Array,
     return jnp.asarray(tokens), jnp.array([len(ids) for ids in rows], jnp.int32)
 
 
-def attend_prompt(q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]) -> Float[Array, "B S N H"]:
-    """Causal attention within each row, in full precision. S: a `bucket`.
+def attend_prompt(
+    q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], *, window: int | None = None
+) -> Float[Array, "B S N H"]:
+    """Causal attention within each row, in full precision.
 
     cuDNN's flash attention if it supports the device and the shapes, some heads at a time; otherwise a chunk of queries at a time.
+
+    Args:
+        q, k, v: queries, keys and values. S: a `bucket`.
+        window: the number of tokens that a token attends to, itself included; None: all before it.
     """
     if compute_capability() >= 8 and q.dtype == jnp.bfloat16 and q.shape[-1] <= CUDNN_HEAD_DIM and q.shape[-1] % 8 == 0:
-        flash = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+        local = {} if window is None else {"local_window_size": (window - 1, 0)}
+        flash = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn", **local)
         return replaced(flash, q, k, v, axis=2, parts=math.gcd(k.shape[2], 1 << (q.nbytes // FLASH_BYTES).bit_length()))
     everything = FullLayer(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))
     ends = jnp.broadcast_to(jnp.arange(1, q.shape[1] + 1, dtype=jnp.int32), q.shape[:2])
@@ -55,7 +63,14 @@ def attend_prompt(q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Flo
         lengths = Lengths(jnp.zeros_like(end[:, -1]), end[:, -1])
         return decode_attention(q, everything, lengths, FULL_PRECISION, implementation="reference")[0]
 
-    return replaced(attend, q, ends, parts=equal_parts(q.shape[1], CHUNK_QUERIES))
+    def attend_window(q, end):
+        size = min(k.shape[1], q.shape[1] + window - 1)  # tokens that any of these queries attends to
+        first = jnp.clip(end[0, 0] - window, 0, k.shape[1] - size)
+        near = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size, 2), everything)
+        position, reader = first + jnp.arange(size), end[..., None] - 1
+        return attend_readable(q, near, (position <= reader) & (position > reader - window))[0]
+
+    return replaced(attend if window is None else attend_window, q, ends, parts=equal_parts(q.shape[1], CHUNK_QUERIES))
 
 
 def equal_parts(tokens: int, max_tokens: int) -> int:

@@ -25,6 +25,7 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
 ROPE_TYPES = tuple(_ROPE_KEYS)
+_FULL, _LOCAL = "full_attention", "sliding_attention"  # of which rope settings may be in an object of their own
 # Settings that Hunyuan's files have beside `alpha`, and no model uses.
 _BESIDE_ALPHA = ("alpha", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
@@ -73,18 +74,33 @@ def read_rope(values: Values, name: str, architecture: Architecture, *, head_dim
     Raises:
         InputError: for a rope type that is not supported, and for a setting that is missing or impossible.
     """
-    return _RopeReader(values, name, architecture, head_dim, positions).read()
+    return _RopeReader(values, name, architecture, head_dim, positions, _given(values, architecture, _FULL)).read()
+
+
+def read_local_rope(values: Values, name: str, architecture: Architecture, *, head_dim: int, positions: int) -> RopeConfig:
+    """The rope settings of layers with a sliding window, of an architecture with `local_theta`. Arguments and errors as of `read_rope`."""
+    key, default = architecture.local_theta
+    given = {"rope_theta": values.raw.get(key, default)} | dict(_given(values, architecture, _LOCAL))
+    return _RopeReader(values, name, architecture, head_dim, positions, given).read()
+
+
+def _given(values: Values, architecture: Architecture, kind: str) -> Mapping[str, Any]:
+    """The rope settings of a config.json, of layers of one kind."""
+    # transformers 4 calls it rope_theta and rope_scaling, transformers 5 rope_parameters; both prefer the older key.
+    given = values.raw.get("rope_scaling") or values.raw.get("rope_parameters") or {}
+    if isinstance(given, Mapping) and architecture.local_theta is not None:
+        by_kind = {_FULL, _LOCAL} & given.keys()
+        given = (given.get(kind) or {}) if by_kind else given if kind == _FULL else {}
+    if not isinstance(given, Mapping) or any(isinstance(v, Mapping) for v in given.values()):
+        raise values.error(f"rope settings {given!r} should be one flat object")
+    return given
 
 
 class _RopeReader:
     """Reads the rope settings of one config.json."""
 
-    def __init__(self, values: Values, name: str, architecture: Architecture, head_dim: int, positions: int):
+    def __init__(self, values: Values, name: str, architecture: Architecture, head_dim: int, positions: int, given: Mapping[str, Any]):
         self.values, self.name, self.architecture, self.head_dim, self.positions = values, name, architecture, head_dim, positions
-        # transformers 4 calls it rope_theta and rope_scaling, transformers 5 rope_parameters; both prefer the older key.
-        given = values.raw.get("rope_scaling") or values.raw.get("rope_parameters") or {}
-        if not isinstance(given, Mapping) or any(isinstance(v, Mapping) for v in given.values()):
-            raise values.error(f"rope settings {given!r} should be one flat object")
         self.rope_type = self._type_of(given)
         self.given = {k: v for k, v in given.items() if v is not None}
         self.real = functools.partial(values.number, of=self.given, kind=float)

@@ -141,7 +141,7 @@ class SkippingModel(_Incomplete):
                 x += block.mlp(block.mlp_input(x))
                 continue
             qkv = block.qkv(block.attention_input(x)) if qkv is None else qkv
-            attended, layers[i], _ = reading.attend(i, *block.for_attention(qkv, *model.angles_of(i, *angles)), view=views[i])
+            attended, layers[i], _ = reading.attend(i, *block.for_attention(qkv, *block.angles_of(angles)), view=views[i])
             qkv = None
             if i in skipped.mlp:
                 x, carry = block.add_attention(x, attended)[0], None
@@ -181,7 +181,7 @@ class MaskedSkippingModel(_Incomplete):
         reading = cache.for_pass(self.views)
         for i, block in enumerate(model.layers):
             qkv = block.qkv(block.attention_input(x))
-            attended, layers[i], _ = reading.attend(i, *block.for_attention(qkv, *model.angles_of(i, *angles)), view=self.views[i])
+            attended, layers[i], _ = reading.attend(i, *block.for_attention(qkv, *block.angles_of(angles)), view=self.views[i])
             x = jnp.where(self.keep[i, 0], block.add_attention(x, attended)[0], x)
             x = jnp.where(self.keep[i, 1], x + block.mlp(block.mlp_input(x)), x)
         return model.logits(x), cache.advance(tuple(layers), tokens.shape[1])

@@ -62,6 +62,7 @@ class ViewedModel:
     def observed(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: AttendingCache
     ) -> tuple[Float[Array, "B T V"], AttendingCache, tuple[Float[Array, "B K T C"], ...]]:
-        """The results of a call, and for each layer the attention mass of each group, in float32."""
+        """The results of a call, and for each layer without a sliding window the attention mass of each group, in float32."""
         views = tuple(dataclasses.replace(view, observed=True) for view in self.views)
-        return self.model.with_masses(tokens, positions, cache, view=views)
+        logits, cache, masses = self.model.with_masses(tokens, positions, cache, view=views)
+        return logits, cache, tuple(mass for mass in masses if mass is not None)

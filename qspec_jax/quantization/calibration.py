@@ -16,7 +16,7 @@ from tqdm import tqdm
 from pallas_kernels.formats.rounding import accumulation_dtype
 from pallas_kernels.formats.weights import Int4Weight
 from qspec_jax.errors import InputError
-from qspec_jax.models.block import Block
+from qspec_jax.models.block import Angles, Block
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import attend_prompt, padded
 from qspec_jax.quantization.weights import quantize_weight
@@ -53,7 +53,7 @@ def quantize_linears_for(model: Llama, texts: Sequence[Sequence[int]], *, progre
     weights = model.weights()
     hide = None if progress is None else not progress
     for i, block in enumerate(tqdm(model.layers, desc="calibrate the draft", unit="layer", leave=False, disable=hide)):
-        x, moments = _block(block, x, model.angles_of(i, *angles), valid)
+        x, moments = _block(block, x, angles, valid)
         if not all(bool(jnp.isfinite(m).all()) for m in moments.values()):
             raise InputError(f"calibration: layer {i} has activations that are not finite; use a wider dtype or do not calibrate")
         for source, names in READERS.items():
@@ -64,7 +64,7 @@ def quantize_linears_for(model: Llama, texts: Sequence[Sequence[int]], *, progre
 
 @jax.jit
 def _block(
-    block: Block, x: Float[Array, "B S D"], angles: tuple[Array, ...], valid: Bool[Array, "B S"]
+    block: Block, x: Float[Array, "B S D"], angles: Angles, valid: Bool[Array, "B S"]
 ) -> tuple[Float[Array, "B S D"], dict[str, Array]]:
     """A block's output, and for each hidden state h that its linear layers read, the second moments: h h^T summed over valid tokens."""
 
@@ -72,8 +72,8 @@ def _block(
         h = jnp.where(valid[..., None], h, 0).astype(accumulation_dtype(h.dtype))
         return jnp.einsum("bsi,bsj->ij", h, h, precision=lax.Precision.HIGHEST)
 
-    q, k, v = block.before_attention(x, *angles)
-    attended = attend_prompt(q, k, v)
+    q, k, v = block.before_attention(x, *block.angles_of(angles))
+    attended = attend_prompt(q, k, v, window=block.window)
     found = {"attention": moments(block.attention_input(x)), "attended": moments(attended.reshape(*attended.shape[:2], -1))}
     x, h = block.add_attention(x, attended)
     return x + block.mlp(h), found | {"mlp": moments(h), "mlp_hidden": moments(block.mlp_hidden(h))}

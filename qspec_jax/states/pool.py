@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Planes
+from qspec_jax.caches.cache import PooledCache
 from qspec_jax.caches.hierarchical import HierarchicalCache
 from qspec_jax.errors import InputError
 from qspec_jax.models.sharding import divided_over, mesh_of
@@ -86,11 +87,11 @@ class Pool:
             row[: len(pages)] = tuple(pages)
         return jnp.asarray(table)
 
-    def put(self, cache: HierarchicalCache, pages: HeldPages) -> HierarchicalCache:
+    def put(self, cache: PooledCache, pages: HeldPages) -> PooledCache:
         """Copies the groups of a row that shares no pool into its pages. Returns the row's cache without groups."""
-        table = self.table([pages], cache.groups)
+        part, table = cache.pooled_part, self.table([pages], cache.groups)
         with self.lock:
-            self._each_layer(_written, [(dataclasses.replace(cache, layers=(layer,)), table) for layer in cache.layers], donate=0)
+            self._each_layer(_written, [(part.with_layers((layer,)), table) for layer in part.layers], donate=0)
         return without_groups(cache)
 
     def groups_of(self, pages: HeldPages) -> Groups:
@@ -107,7 +108,7 @@ class Pool:
         with self.lock:
             self.groups = divided_over(mesh_of(self.groups), _filled, donate=0)(self.groups, groups, jnp.array(pages, jnp.int32))
 
-    def lent(self, cache: HierarchicalCache) -> HierarchicalCache:
+    def lent(self, cache: PooledCache) -> PooledCache:
         """A cache with the pool's arrays, which a program may consume; `take_back` has to be given the cache that it returns.
 
         The caller holds `lock` until then.
@@ -119,13 +120,14 @@ class Pool:
             InputError: if a program that was interrupted has consumed the arrays, so that the states are lost.
         """
         self._check_held()
-        layers = (HierarchicalLayer(*groups, layer.buffer) for groups, layer in zip(self.groups, cache.layers, strict=True))
-        return dataclasses.replace(cache, layers=tuple(layers))
+        part = cache.pooled_part
+        layers = (HierarchicalLayer(*groups, layer.buffer) for groups, layer in zip(self.groups, part.layers, strict=True))
+        return cache.with_pooled_part(part.with_layers(tuple(layers)))
 
-    def take_back(self, cache: HierarchicalCache) -> HierarchicalCache:
+    def take_back(self, cache: PooledCache) -> PooledCache:
         """Keeps the arrays of a cache. Returns the cache without them, but with its table."""
-        self.groups = groups_of_layers(cache)
-        return dataclasses.replace(without_groups(cache), pages=cache.pages, shared_groups=cache.shared_groups)
+        self.groups, part = groups_of_layers(cache), cache.pooled_part
+        return with_table(without_groups(cache), part.pages, part.shared_groups)
 
     def _check_held(self) -> None:
         if self.lost:
@@ -171,12 +173,18 @@ def _filled(groups: Groups, new: Groups, at: Int[Array, "n"]) -> Groups:
     return jax.tree.map(lambda x, new: x.at[at].set(new), groups, new)
 
 
-def groups_of_layers(cache: HierarchicalCache) -> Groups:
-    """The keys and values of a cache's layers."""
-    return tuple((layer.keys, layer.values) for layer in cache.layers)
+def groups_of_layers(cache: PooledCache) -> Groups:
+    """The keys and values of a cache's layers that have groups."""
+    return tuple((layer.keys, layer.values) for layer in cache.pooled_part.layers)
 
 
-def without_groups(cache: HierarchicalCache) -> HierarchicalCache:
-    """The buffers and lengths of a cache."""
-    layers = (HierarchicalLayer(None, None, FullLayer(layer.buffer.keys, layer.buffer.values)) for layer in cache.layers)
-    return dataclasses.replace(cache, layers=tuple(layers), pages=None, shared_groups=None)
+def without_groups(cache: PooledCache) -> PooledCache:
+    """A cache without its groups and their table."""
+    part = cache.pooled_part
+    layers = (HierarchicalLayer(None, None, FullLayer(layer.buffer.keys, layer.buffer.values)) for layer in part.layers)
+    return with_table(cache.with_pooled_part(part.with_layers(tuple(layers))), None)
+
+
+def with_table(cache: PooledCache, pages: Int[Array, "B C"] | None, shared_groups: Int[Array, "B"] | None = None) -> PooledCache:
+    """A cache with this table of pages; see `HierarchicalLayer`."""
+    return cache.with_pooled_part(dataclasses.replace(cache.pooled_part, pages=pages, shared_groups=shared_groups))

@@ -1,0 +1,137 @@
+"""Models in which some layers, or all, have a sliding window."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runs import random_model, random_prompts
+
+from pallas_kernels.formats.views import BOTH_PLANES
+from qspec_jax.caches.prefill import prefill as prefill_model
+from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.decoding.batch import run_batch
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.generate import generate
+from qspec_jax.decoding.reading import extend, prefill
+from qspec_jax.decoding.requests import Request
+from qspec_jax.decoding.saving import load_state, save_state
+from qspec_jax.drafts import make_draft
+from qspec_jax.errors import InputError
+from qspec_jax.models.viewed import ViewedModel
+
+pytestmark = pytest.mark.usefixtures("float64")
+G, WINDOW = 8, 12
+SOME = dict(
+    architectures=["Gemma3ForCausalLM"],
+    model_type="gemma3_text",
+    hidden_activation="gelu_pytorch_tanh",
+    num_hidden_layers=3,
+    sliding_window=WINDOW,
+    sliding_window_pattern=3,
+    rope_local_base_freq=100.0,
+    query_pre_attn_scalar=16,
+)
+ALL = dict(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=WINDOW)
+
+
+@pytest.fixture(scope="module", params=[SOME, ALL], ids=["some", "all"])
+def model(request, float64):
+    return random_model("float64", **request.param)
+
+
+def config(model, draft="none", cache="int8", **changes) -> GenerationConfig:
+    made = draft if draft == "none" else make_draft(draft, model)
+    size = G if cache.startswith(("int8", "kivi")) else None
+    return GenerationConfig(**dict(draft=made, cache=cache, group_size=size, num_speculative_tokens=3, max_new_tokens=40) | changes)
+
+
+def one_by_one(model, prompt, tokens, cache, appended=0):
+    """Logits after each token, fed one at a time after a prompt."""
+    room = len(prompt) + len(tokens)
+    held = cache.empty(model.config, batch=1, capacity=room, num_speculative_tokens=appended, dtype=model.dtype)
+    padded = jnp.pad(jnp.array([prompt]), ((0, 0), (0, 64 - len(prompt))))
+    _, held = prefill_model(model, padded, jnp.array([len(prompt)]), held)
+    step = jax.jit(ViewedModel(model, BOTH_PLANES))
+    found = []
+    for at, token in enumerate(tokens, len(prompt)):
+        logits, after = step(jnp.array([[token]]), jnp.array([[at]]), held)
+        held, _ = after.commit(held.lengths, jnp.array([1]), wait_for=[])
+        found.append(logits[0, 0])
+    return np.stack(found)
+
+
+def test_a_window_is_attended_to_and_nothing_before_it(model):
+    """Prefill, and passes of several tokens after it, give what a prompt without the tokens before gives, where all layers have the window;
+    where one has none, what prefill of all of it gives."""
+    prompt, text = random_prompts([30, 70])
+    found = one_by_one(model, prompt, text, CacheConfig("full"))
+    whole = [*prompt, *text]
+    empty = CacheConfig("full").empty(model.config, batch=1, capacity=128, num_speculative_tokens=0, dtype=model.dtype)
+    logits, _ = prefill_model(model, jnp.pad(jnp.array([whole]), ((0, 0), (0, 28))), jnp.array([100]), empty)
+    np.testing.assert_allclose(found[-1], logits[0], atol=1e-12)
+    other = [(token + 1) % 64 for token in whole]
+    # Two layers: what is 2 * (WINDOW - 1) tokens back is seen, and no more.
+    for back in (2 * (WINDOW - 1), 2 * (WINDOW - 1) + 1):
+        changed = [*other[: 100 - back], *whole[100 - back :]]
+        again, _ = prefill_model(model, jnp.pad(jnp.array([changed]), ((0, 0), (0, 28))), jnp.array([100]), empty)
+        same = np.abs(np.asarray(again[0] - logits[0])).max() < 1e-12
+        assert same == (len(model.config.windowed_layers) == model.config.num_layers and back == 2 * (WINDOW - 1) + 1)
+
+
+@pytest.mark.parametrize("draft", ["quantspec", "sparse", "prompt-lookup", "exact-topk", "combine:prompt-lookup+quantspec"])
+def test_greedy_tokens_are_the_targets(model, draft):
+    prompts = random_prompts([5, 30, 61])
+    reads_groups = draft in ("sparse", "exact-topk")
+    if reads_groups and len(model.config.windowed_layers) == model.config.num_layers:
+        with pytest.raises(InputError, match=f"draft {draft} reads groups of layers without a sliding window, and the model has no such"):
+            generate(model, prompts, config=config(model, draft))
+        return
+    expected = generate(model, prompts, config=config(model))
+    found = generate(model, prompts, config=config(model, draft))
+    assert found.token_ids == expected.token_ids
+    if draft in ("quantspec", "sparse"):
+        assert 0 < found.stats.num_accepted_draft_tokens < found.stats.num_draft_tokens
+
+
+@pytest.mark.parametrize("cache", ["full", "kivi", "h2o:heavy=8,recent=8", "streaming-llm:sinks=2,window=9"])
+def test_greedy_tokens_over_other_caches(model, cache):
+    prompts = random_prompts([5, 45])
+    draft = "none" if cache.startswith(("h2o", "streaming")) else "prompt-lookup"
+    found, alone = generate(model, prompts, config=config(model, draft, cache)), config(model, cache=cache)
+    assert found.token_ids == [generate(model, [prompt], config=alone).token_ids[0] for prompt in prompts]
+
+
+def test_a_batch_whose_rows_share_pages(model, paged):
+    prompts, settings = random_prompts([5, 30, 61, 12, 40, 22]), config(model, "quantspec")
+    requests = [Request(prompt, settings, jax.random.key(0)) for prompt in prompts]
+    found = {result.index: result.token_ids for result in run_batch(model, requests, batch_size=2)}
+    expected = generate(model, prompts, config=config(model)).token_ids
+    assert [found[i] for i in range(len(prompts))] == expected
+
+
+@pytest.mark.parametrize("cache", ["int8", "full"])
+def test_states(model, cache, tmp_path):
+    """Reading on, in pieces, past windows and flushes, is one-by-one decoding; forks, files and batches go on."""
+    prompt, text = random_prompts([30, 60])
+    settings = config(model, "quantspec", cache, max_new_tokens=20) if cache == "int8" else config(model, cache=cache, max_new_tokens=20)
+    start = prefill(model, prompt, config=settings)
+    expected = one_by_one(model, prompt, text, settings.cache_config)
+    for cuts in ([60], [1, 14, 33, 60], [40, 41, 60]):
+        state, done = start, 0
+        for cut in cuts:
+            state, done = extend(state, text[done:cut]), cut
+            np.testing.assert_allclose(state.logits[0], expected[cut - 1], atol=1e-12)
+    straight = generate(model, state, config=settings)
+    save_state(state, tmp_path / "state")
+    loaded = load_state(tmp_path / "state", model, config=settings)
+    both = generate(model, [*loaded.fork(2)], config=settings)
+    assert both.token_ids == straight.token_ids * 2
+    after = extend(both.states[1], text[:9])
+    np.testing.assert_allclose(after.logits, extend(straight.states[0], text[:9]).logits, atol=1e-12)
+
+
+def test_what_is_refused_with_windows(model):
+    with pytest.raises(InputError, match="draft snapkv keeps keys of the target's layers, of which some have a sliding window here"):
+        make_draft("snapkv", model)
+    with pytest.raises(InputError, match=r"cache specache is not for models in which layers have a sliding window"):
+        generate(model, [[1, 2, 3]], config=config(model, cache="specache"))
