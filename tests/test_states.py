@@ -187,6 +187,7 @@ def test_a_file_is_for_the_same_model_cache_and_draft(model, tmp_path):
         (model, dataclasses.replace(settings, scheme="paper"), r"another cache \(int8:scheme=int8_first, here int8:scheme=paper\)"),
         (model, config(model, "sparse"), r"another draft \(QuantSpecDraft"),
         (random_model("float64", rope_parameters={"rope_type": "default", "rope_theta": 7.0}), settings, "another RoPE"),
+        (random_model("float64", rms_norm_eps=1e-3), settings, r"other layers .*1e-05, here .*rms_norm_eps=0.001"),
     ):
         with pytest.raises(InputError, match=message):
             load_state(path, other, config=changed if other is model else dataclasses.replace(changed, draft="quantspec"))

@@ -22,7 +22,7 @@ from qspec_jax.models.prompts import bucket
 from qspec_jax.states import file
 from qspec_jax.states.state import Reader, Room, State
 
-FORMAT = 1  # of the files; it changes when their content gets another meaning
+FORMAT = 2  # of the files; it changes when their content gets another meaning
 COUNTS = ("cached", "num_queries")
 AUTO_SKIP = "skip=auto"
 # Parts of a state that may be None, and what a header says of each: whether it is in the file.

@@ -6,6 +6,7 @@ from typing import Any
 from pallas_kernels.formats.views import View
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.drafts.draft import Draft
+from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.skipping import Skipped
 from qspec_jax.models.viewed import ViewedModel
 from qspec_jax.states.fingerprint import fingerprint
@@ -16,12 +17,14 @@ NAMES = {
     "model": "another model",
     "dtype": "another dtype",
     "rope": "another RoPE",
+    "layers": "other layers",
     "cache": "another cache",
     "draft": "another draft",
     "weights": "other weights",
     "draft_weights": "other weights of the draft",
 }
 HASHED = ("weights", "draft_weights")
+_NOT_COMPUTED = ("wrapper", "int4_weights")  # where weights are stored, and how: the fingerprint is of what they are
 
 
 def identity_of(reader: Reader) -> dict[str, Any]:
@@ -31,6 +34,7 @@ def identity_of(reader: Reader) -> dict[str, Any]:
         "model": f"{config.num_layers} layers of {config.hidden_size}",
         "dtype": str(reader.model.dtype),
         "rope": f"{config.rope}, {config.max_position_embeddings} positions",
+        "layers": _layers_of(config),
         "cache": _settings_of(reader.cache, config.head_dim),
         "draft": _described(reader.draft),
         "weights": fingerprint(reader.model),
@@ -49,6 +53,13 @@ def difference(found: dict[str, Any], own: dict[str, Any]) -> str | None:
         if (other := found[name]) != part:
             return NAMES[name] + ("" if name in HASHED else f" ({_shown(other, part)}, here {_shown(part, other)})")
     return None
+
+
+def _layers_of(config: LlamaConfig) -> str:
+    """What a model's layers compute, besides their sizes and RoPE: the settings that are not Llama's own."""
+    others = [field for field in dataclasses.fields(config) if field.default is not dataclasses.MISSING and field.name not in _NOT_COMPUTED]
+    differ = [f"{field.name}={value}" for field in others if (value := getattr(config, field.name)) != field.default]
+    return ", ".join([f"qk_norm={config.qk_norm}", f"rms_norm_eps={config.rms_norm_eps}", *differ])
 
 
 def _settings_of(cache: CacheConfig, head_dim: int) -> dict[str, Any]:
