@@ -143,7 +143,7 @@ def snapkv_tokens(model, prompt: list[int], budget: int, longest: int) -> list[l
     n, config = len(prompt), model.config
     angles = model.angles(jnp.arange(longest)[None], jnp.full((1, longest), n))
     tokens = jnp.array([prompt + [0] * (longest - n)])
-    q, k, _ = (np.asarray(x[0])[:n] for x in model.layers[0].before_attention(model.embed(tokens), *angles))
+    q, k, _ = (np.asarray(x[0])[:n] for x in model.layers[0].before_attention(model.embed(tokens), *model.layers[0].angles_of(angles)))
     kept = []
     for head in range(config.num_kv_heads):
         score = np.zeros(max(n - 32, 0))

@@ -429,7 +429,7 @@ def test_a_draft_gets_the_last_real_queries(model):
     for row, prompt in enumerate(prompts):
         tokens, _ = padded([prompt])
         angles = model.angles(jnp.arange(tokens.shape[1])[None], jnp.full(tokens.shape, len(prompt)))
-        q, _, _ = model.layers[0].before_attention(model.embed(tokens), *angles)
+        q, _, _ = model.layers[0].before_attention(model.embed(tokens), *model.layers[0].angles_of(angles))
         expected = np.asarray(q[0, max(0, len(prompt) - 5) : len(prompt)])
         found = np.asarray(queries[0][row])
         np.testing.assert_allclose(found[5 - len(expected) :], expected, atol=1e-12)
