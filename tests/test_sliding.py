@@ -130,6 +130,14 @@ def test_states(model, cache, tmp_path):
     np.testing.assert_allclose(after.logits, extend(straight.states[0], text[:9]).logits, atol=1e-12)
 
 
+def test_what_a_pass_reads(model):
+    """Of a ring never more than the window, of other layers everything."""
+    shapes = CacheConfig("full").outline(model.config, 128)
+    short, long = (shapes.bytes_of_pass(BOTH_PLANES, tokens)[0] for tokens in (WINDOW, 100))
+    full, windowed = len(shapes.full_layers), len(model.config.windowed_layers)
+    assert long * (full + windowed) * WINDOW == short * (full * 100 + windowed * WINDOW)
+
+
 def test_what_is_refused_with_windows(model):
     with pytest.raises(InputError, match="draft snapkv keeps keys of the target's layers, of which some have a sliding window here"):
         make_draft("snapkv", model)

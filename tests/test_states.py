@@ -361,7 +361,7 @@ def test_memory_that_ends_while_a_pool_grows_costs_no_states(model, monkeypatch)
 
 
 def test_compiling_is_no_prefill(model):
-    """Of a prompt with samples, and of a state that reads on."""
+    """Seconds of compiling are apart from those of reading, for samples of a prompt and for requests with a prefix."""
     Compiled.forget()
     first, again = (generate(model, [TEXT[:40]], config=config(model, num_return_sequences=2)).stats for _ in range(2))
     assert first.prefill_s < first.compile_s and again.compile_s == 0

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.attention.reference import attend_readable
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
 from pallas_kernels.rope_append import split_and_rotate
-from qspec_jax.caches.cache import Cache, KeysValues, PooledCache, bytes_of_tokens, no_tokens
+from qspec_jax.caches.cache import Cache, KeysValues, PooledCache, Reads, bytes_of_tokens, no_tokens
 from qspec_jax.caches.hierarchical import HierarchicalCache
 from qspec_jax.caches.ring import row_of_token, token_in_row
 from qspec_jax.caches.schedule import Schedule
@@ -258,6 +258,10 @@ class NoLayersCache(Cache):
         return self
 
     def reads(self, view, tokens):
-        raise AssertionError("there is no layer to read")
+        """What a ring, which is in full precision, reads at most."""
+        return Reads(0, 0, tokens)
 
-    attend = fill = tokens = bytes_of_reads = reads
+    def _no_layer(self, *args, **kwargs):
+        raise AssertionError("every layer has a window, so no other cache holds one")
+
+    attend = fill = tokens = bytes_of_reads = _no_layer

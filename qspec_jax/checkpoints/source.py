@@ -68,11 +68,11 @@ class WeightSource(Protocol):
 
         Its values in float32, code * scale + zero, are those that `read` returns, bit for bit.
         """
-        raise NotImplementedError
+        raise ValueError(f"{path} is not stored in groups of 4-bit codes that can be packed")
 
     def read_parameters(self, path: str) -> tuple[np.ndarray, np.ndarray]:
         """Scale and zero of `read_packed`."""
-        raise NotImplementedError
+        raise ValueError(f"{path} is not stored in groups of 4-bit codes that can be packed")
 
     def check_contents(self) -> None:
         """Raises InputError if tensors contradict each other, such as two different copies of one."""
