@@ -18,6 +18,9 @@ from qspec_jax.decoding.saving import load_state, save_state
 from qspec_jax.drafts import make_draft
 from qspec_jax.errors import InputError
 from qspec_jax.models.viewed import ViewedModel
+from qspec_jax.planning.devices import DEVICES
+from qspec_jax.planning.plan import plan
+from qspec_jax.planning.plan_report import Status
 
 pytestmark = pytest.mark.usefixtures("float64")
 G, WINDOW = 8, 12
@@ -136,6 +139,13 @@ def test_what_a_pass_reads(model):
     short, long = (shapes.bytes_of_pass(BOTH_PLANES, tokens)[0] for tokens in (WINDOW, 100))
     full, windowed = len(shapes.full_layers), len(model.config.windowed_layers)
     assert long * (full + windowed) * WINDOW == short * (full * 100 + windowed * WINDOW)
+
+
+def test_a_plan_has_no_draft_that_is_refused(model):
+    found = {row.draft: row.status for row in plan("m", model.config, DEVICES["h100"], [64], [1], max_new_tokens=8).rows}
+    assert found["snapkv"] == found["streaming-llm"] == Status.NOT_PLANNED and found["quantspec"] == Status.PLANNED
+    every = len(model.config.windowed_layers) == model.config.num_layers
+    assert (found["sparse"] == Status.NOT_PLANNED) == every
 
 
 def test_what_is_refused_with_windows(model):

@@ -7,10 +7,11 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 
+from qspec_jax.caches.cache import Gives
 from qspec_jax.checkpoints.tokenizers import check_same_tokens
 from qspec_jax.drafts.chunk_means import ChunkMeansSettings
 from qspec_jax.drafts.combine import CombinedSettings
-from qspec_jax.drafts.draft import Draft, DraftSettings, checkpoints_of, takes_windows
+from qspec_jax.drafts.draft import Draft, DraftSettings, checkpoints_of, needs_of, takes_windows
 from qspec_jax.drafts.exact_topk import ExactTopKSettings
 from qspec_jax.drafts.h2o import H2ODraftSettings
 from qspec_jax.drafts.int4 import int4_model
@@ -23,6 +24,7 @@ from qspec_jax.drafts.sparse import SparseSettings
 from qspec_jax.drafts.streaming_llm import StreamingDraftSettings
 from qspec_jax.drafts.triforce import TriForceSettings
 from qspec_jax.errors import InputError
+from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama, check_model
 from qspec_jax.settings_text import nested_text, read_settings, split, split_text, without_parentheses
 
@@ -125,6 +127,16 @@ def with_budget(text: str, budget: float) -> str:
     return f"{name}:{','.join([*settings, f'budget={number}'])}"
 
 
+def check_windows(settings: DraftSettings, config: LlamaConfig) -> None:
+    """Raises InputError for a draft that is not compatible with the sliding windows of a model's layers."""
+    name = next((name for name, kind in DRAFTS.items() if type(settings) is kind), settings)
+    if config.windowed_layers and not takes_windows(settings):
+        others = ", ".join(name for name, kind in DRAFTS.items() if takes_windows(kind))
+        raise InputError(f"draft {name} keeps keys of the target's layers, of which some have a sliding window here; {others} do not")
+    if len(config.windowed_layers) == config.num_layers and Gives.GROUPS in needs_of(settings):
+        raise InputError(f"draft {name} reads groups of layers without a sliding window, and the model has no such layer")
+
+
 def make_draft(
     draft: str | DraftSettings,
     model: Llama,
@@ -151,10 +163,7 @@ def make_draft(
     settings = parse_draft(draft) if isinstance(draft, str) else draft
     if settings is None:
         return None
-    if model.config.windowed_layers and not takes_windows(settings):
-        name = next((name for name, kind in DRAFTS.items() if type(settings) is kind), settings)
-        others = ", ".join(name for name, kind in DRAFTS.items() if takes_windows(kind))
-        raise InputError(f"draft {name} keeps keys of the target's layers, of which some have a sliding window here; {others} do not")
+    check_windows(settings, model.config)
     for checkpoint in checkpoints_of(settings) if model.origin.directory is not None else ():
         check_same_tokens(checkpoint, model.origin.directory)
     if int4 is None:

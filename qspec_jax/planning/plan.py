@@ -78,7 +78,9 @@ def plan(
     made: dict[str, tuple[OutlinedDraft, ...] | InputError | None] = {}
     for text in texts:
         try:
-            made[text] = outlined(registry.parse_draft(text), model, int4)
+            settings = registry.parse_draft(text)
+            registry.check_windows(settings, config)
+            made[text] = outlined(settings, model, int4)
         except InputError as error:
             if drafts:  # some errors begin with the text themselves
                 raise InputError(str(error) if str(error).startswith(f"draft {text!r}") else f"draft {text}: {error}") from None
