@@ -16,7 +16,7 @@ from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Length
 from pallas_kernels.rope_append import split_and_rotate
 from qspec_jax.caches.cache import Cache, KeysValues, PooledCache, Reads, bytes_of_tokens, no_tokens
 from qspec_jax.caches.hierarchical import HierarchicalCache
-from qspec_jax.caches.ring import row_of_token, token_in_row
+from qspec_jax.caches.ring import row_of_token, token_in_row, with_tokens
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.models.config import LlamaConfig
 
@@ -126,9 +126,7 @@ class SlidingCache(Cache):
             raise ValueError(f"a pass appends {T} tokens, and the cache was made for at most {room}")
         q, *new = split_and_rotate(qkv, cos, sin, kv_heads=ring.keys.shape[1])
         reader = n[:, None] + jnp.arange(T)
-        put = jax.vmap(lambda held, new, rows: held.at[:, rows].set(jnp.swapaxes(new, 0, 1).astype(held.dtype)))
-        rows = row_of_token(reader, *self._kept_and_size(n))
-        ring = FullLayer(*(put(x, each, rows) for x, each in zip((ring.keys, ring.values), new)))
+        ring = with_tokens(ring, *new, row_of_token(reader, *self._kept_and_size(n)))
         read, reader = self._positions(n + T)[:, None], reader[..., None]
         return attend_readable(q, ring, (read <= reader) & (read > reader - self.window))[0], ring
 

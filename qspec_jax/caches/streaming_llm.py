@@ -17,7 +17,7 @@ from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.rope_append import split_and_rotate
 from qspec_jax.caches.cache import MAX_TOKENS, Reads, bytes_of_tokens, no_tokens
 from qspec_jax.caches.evicting import EvictingCache
-from qspec_jax.caches.ring import row_of_token, token_in_row
+from qspec_jax.caches.ring import row_of_token, token_in_row, with_tokens
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.settings_text import check_settings, setting
 
@@ -79,9 +79,7 @@ class StreamingCache(EvictingCache):
         held, n, T = self.layers[layer], self.lengths.total, qkv.shape[1]
         q, *new = split_and_rotate(qkv, cos, sin, kv_heads=held.keys.shape[1])
         reader = n[:, None] + jnp.arange(T)
-        put = jax.vmap(lambda held, new, rows: held.at[:, rows].set(jnp.swapaxes(new, 0, 1).astype(held.dtype)))
-        rows = row_of_token(reader, *self._kept_and_ring(n))
-        held = FullLayer(*(put(x, each, rows) for x, each in zip((held.keys, held.values), new)))
+        held = with_tokens(held, *new, row_of_token(reader, *self._kept_and_ring(n)))
         read, reader = self._positions(n + T)[:, None], reader[..., None]
         readable = (read <= reader) & ((read < self.settings.sinks) | (read > reader - self.settings.window))
         return attend_readable(q, held, readable)[0], held, None
