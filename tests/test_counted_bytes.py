@@ -36,11 +36,16 @@ def test_random_models_have_the_shapes_of_real_ones(model):
 
 def test_parameters_of_known_architectures():
     count = {}
-    for name in ("llama-2-7b", "llama-3.1-8b", "llama-3.2-1b", "llama-2-13b", "mistral-7b"):
+    for name in ("llama-2-7b", "llama-3.1-8b", "llama-3.2-1b", "llama-2-13b", "mistral-7b", "gemma-3-12b", "seed-oss-36b"):
         weights = jax.eval_shape(lambda name=name: random_model(architecture(name)).weights())
         count[name] = sum(x.size for x in jax.tree.leaves(weights)) / 1e9
     expected = {"llama-2-7b": 6.738, "llama-3.1-8b": 8.030, "llama-3.2-1b": 1.236, "llama-2-13b": 13.016, "mistral-7b": 7.248}
+    expected |= {"gemma-3-12b": 11.766, "seed-oss-36b": 36.151}  # of Gemma the text model alone
     assert count == pytest.approx(expected, abs=1e-3) and set(expected) < set(ARCHITECTURES)
+
+
+def test_the_first_layers_of_an_architecture_have_their_windows():
+    assert architecture("gemma-3-12b", layers=8).windowed_layers == (0, 1, 2, 3, 4, 6, 7)
 
 
 def cache_shapes(model, cache: str):

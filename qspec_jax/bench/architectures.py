@@ -38,6 +38,28 @@ def _llama(vocab: int, hidden: int, intermediate: int, layers: int, heads: int, 
     } | others
 
 
+_GEMMA_3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 10000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+}
+_SEED_OSS = {
+    "architectures": ["SeedOssForCausalLM"],
+    "model_type": "seed_oss",
+    "head_dim": 128,
+    "attention_bias": True,
+    "attention_out_bias": False,
+    "rope_theta": 1e7,
+}
+
 ARCHITECTURES = {
     "llama-2-7b": _llama(32000, 4096, 11008, 32, 32, 32),
     "llama-2-13b": _llama(32000, 5120, 13824, 40, 40, 40),
@@ -45,6 +67,8 @@ ARCHITECTURES = {
     "llama-3.1-70b": _llama(128256, 8192, 28672, 80, 64, 8, rope_theta=500000.0),
     "llama-3.2-1b": _llama(128256, 2048, 8192, 16, 32, 8, rope_theta=500000.0, head_dim=64, tie_word_embeddings=True),
     "mistral-7b": _llama(32768, 4096, 14336, 32, 32, 8, rope_theta=1e6),
+    "gemma-3-12b": _llama(262208, 3840, 15360, 48, 16, 8, **_GEMMA_3),
+    "seed-oss-36b": _llama(155136, 5120, 27648, 64, 80, 8, **_SEED_OSS),
     "smollm2-135m": _llama(49152, 576, 1536, 30, 9, 3, rope_theta=100000.0, head_dim=64, tie_word_embeddings=True),
     "tiny": _llama(256, 256, 512, 2, 4, 2),
 }
@@ -58,7 +82,10 @@ def architecture(name: str, layers: int | None = None) -> LlamaConfig:
     config = LlamaConfig.from_hf(ARCHITECTURES[name], source=name)
     if layers is not None and not 1 <= layers <= config.num_layers:
         raise InputError(f"{layers} layers of {name} should be from 1 to {config.num_layers}")
-    return config if layers is None else dataclasses.replace(config, num_layers=layers)
+    if layers is None:
+        return config
+    nope, sliding = (tuple(layer for layer in found if layer < layers) for found in (config.nope_layers, config.sliding_layers))
+    return dataclasses.replace(config, num_layers=layers, nope_layers=nope, sliding_layers=sliding)
 
 
 def check_gpu(name: str) -> None:
@@ -68,34 +95,50 @@ def check_gpu(name: str) -> None:
 
 
 def random_model(config: LlamaConfig, *, seed: int = 0, mesh: Mesh | None = None) -> Llama:
-    """Makes a model in bfloat16: normal matrices with a standard deviation of 0.02, norms 1. mesh: to divide it over, see `load_model`."""
+    """Makes a model in bfloat16: normal matrices with a standard deviation of 0.02, norms 1, biases 0.
+
+    Args:
+        config: its shape; with its `int4_weights`, linear layers are random INT4 codes in the groups of `quantize_linears`.
+        seed: of the weights.
+        mesh: to divide it over, see `load_model`.
+    """
     keys, placement = iter(jax.random.split(jax.random.key(seed), 16 * config.num_layers + 16)), Placement(config, mesh)
 
     def make(path: str, shape: tuple[int, ...]) -> Weight:
-        key = next(keys) if len(shape) == 2 else None
-        return placement.spread(path, _drawn(key, shape, None if mesh is None else placement.stored(path, shape)))
+        place = None if mesh is None else functools.partial(placement.stored, path)
+        if len(shape) != 2:
+            drawn = jnp.full(shape, not path.endswith(".bias"), jnp.bfloat16, device=place and place(shape))
+        elif config.int4_weights and is_linear(path):
+            drawn = _drawn_int4(next(keys), path, shape, jnp.dtype(jnp.bfloat16), place)
+        else:
+            drawn = _compiled_normal(shape, place and place(shape))(next(keys))
+        return placement.spread(path, drawn)
 
     return placement.model(make)
 
 
 def random_int4(model: Llama) -> Llama:
-    """Replaces the linear layers by random INT4 codes, in the groups of `quantize_linears`; all else is the same arrays."""
+    """Replaces linear layers by random INT4 codes, in the groups of `quantize_linears`; those in INT4 and all else are the same arrays."""
     weights, mesh = model.weights(), mesh_of(model.weights())
     keys = iter(jax.random.split(jax.random.key(1), 16 * model.config.num_layers + 16))
 
     def made(path: str, weight: Weight) -> Weight:
-        if not is_linear(path):
+        if not is_linear(path) or isinstance(weight, Int4Weight):
             return weight
-        size = group_size_over(mesh, path, weight)
-        shapes = jax.eval_shape(lambda: _int4(jax.random.key(0), weight.shape, size, model.dtype))
-        places = None if mesh is None else tuple(weight_sharding(path, x.shape, mesh) for x in jax.tree.leaves(shapes))
-        return _compiled_int4(weight.shape, size, model.dtype, places, jax.tree.structure(shapes))(next(keys))
+        place = None if mesh is None else lambda shape: weight_sharding(path, shape, mesh)
+        return _drawn_int4(next(keys), path, weight.shape, model.dtype, place)
 
     return model.with_weights({path: made(path, weight) for path, weight in weights.items()})
 
 
-def _drawn(key: Key[Array, ""] | None, shape: tuple[int, ...], place: Sharding | None) -> Array:
-    return _compiled_normal(shape, place)(key) if key is not None else jnp.ones(shape, jnp.bfloat16, device=place)
+def _drawn_int4(
+    key: Key[Array, ""], path: str, shape: tuple[int, int], dtype: jnp.dtype, place: Callable[[tuple[int, ...]], Sharding] | None
+) -> Int4Weight:
+    """A random weight in INT4. place: gives the sharding of an array of this shape; None: the default device."""
+    size = group_size_over(path, shape, place and place(shape))
+    shapes = jax.eval_shape(lambda: _int4(jax.random.key(0), shape, size, dtype))
+    places = None if place is None else tuple(place(x.shape) for x in jax.tree.leaves(shapes))
+    return _compiled_int4(shape, size, dtype, places, jax.tree.structure(shapes))(key)
 
 
 @functools.cache

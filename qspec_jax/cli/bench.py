@@ -28,6 +28,7 @@ from qspec_jax.cli.options import (
     Json,
     Output,
     Seed,
+    Weights,
     WeightsOption,
     check_proposes,
     devices_of,
@@ -51,6 +52,7 @@ log = logging.getLogger(__name__)
 
 COMPARED = (AUTO, USUAL, "prompt-lookup")  # drafts of `bench drafts`
 DRAFT = "NAME[:SETTING=VALUE,...]"
+PACKED = ", linear layers in INT4, all else in bfloat16"  # after the name of a model with random weights
 
 Gammas = Annotated[
     list[int] | None,
@@ -161,6 +163,10 @@ def bench_decode(
             raise InputError("--transformers measures one row only; leave out --batch-size")
         transformers_decode.check()
     shape = huggingface.load_config(model) if arch is None else architecture(arch, layers)
+    if arch is not None or random_weights:
+        if weights is Weights.dequantized:
+            raise InputError("--weights dequantized needs a quantized checkpoint, which random weights are not; leave it out")
+        shape = dataclasses.replace(shape, int4_weights=weights is Weights.packed)
     check_positions("model", shape.max_length, "--context", max(contexts), max_new_tokens)
     for method in methods:
         CacheConfig.parse(method.cache).check(shape)
@@ -181,7 +187,9 @@ def bench_decode(
         else:
             network, _ = load(model, None, quiet=as_json, weights=weights, place=place)
         return decode.run(
-            name if layers is None else f"{name}, {layers} of {architecture(arch).num_layers} layers",
+            name
+            + ("" if layers is None else f", {layers} of {architecture(arch).num_layers} layers")
+            + (PACKED if shape.int4_weights else ""),
             network,
             int4_of(network, random=arch is not None or random_weights),
             contexts,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float
 
 from pallas_kernels.formats.quantization import pack
@@ -147,20 +147,22 @@ def quantize_linears(model: Llama) -> Llama:
     def quantized(path: str, weight: Weight) -> Weight:
         if not is_linear(path) or isinstance(weight, Int4Weight):
             return weight
-        return divided_over(mesh, _in_groups_of(group_size_over(mesh, path, weight)))(weight)
+        return divided_over(mesh, _in_groups_of(group_size_over(path, weight.shape, None if mesh is None else weight.sharding)))(weight)
 
     return model.with_weights({path: quantized(path, weight) for path, weight in weights.items()})
 
 
-def group_size_over(mesh: Mesh | None, path: str, weight: Float[Array, "out in"]) -> int:
-    """How many inputs share a scale of the weight at a path of the model, so that no group is cut where each device of a mesh has some of
-    the inputs. Raises InputError where there is no such size."""
-    inputs = weight.shape[1] if mesh is None else weight.sharding.shard_shape(weight.shape)[1]
+def group_size_over(path: str, shape: tuple[int, int], sharding: NamedSharding | None) -> int:
+    """How many inputs share a scale of the weight at a path of the model, so that no group is cut where each device has some of the inputs.
+
+    sharding: of the weight; None on one device. Raises InputError where there is no such size.
+    """
+    inputs = shape[1] if sharding is None else sharding.shard_shape(shape)[1]
     size = weight_group_size(inputs)
-    if inputs < weight.shape[1] and inputs % size:
+    if inputs < shape[1] and inputs % size:
         raise InputError(
-            f"INT4 weights over {mesh.size} devices: {path} has {inputs} inputs on each, no multiple of {size}; use fewer devices, or a "
-            "draft with weight_bits=16"
+            f"INT4 weights over {sharding.mesh.size} devices: {path} has {inputs} inputs on each, no multiple of {size}; use fewer "
+            "devices, or a draft with weight_bits=16"
         )
     return size
 
