@@ -1,9 +1,7 @@
-"""The commands of `qspec bench`: whole decodes, batches and drafts here, and those of kernels."""
+"""The commands of `qspec bench`: whole decodes, batches and drafts here, and those of other modules."""
 
 import dataclasses
-import functools
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +11,7 @@ import typer
 from tqdm import tqdm
 
 from qspec_jax import demo, reports
-from qspec_jax.bench import batch, decode, decode_rows, end_to_end, states, transformers_decode
+from qspec_jax.bench import batch, decode, decode_rows, end_to_end, transformers_decode
 from qspec_jax.bench import drafts as drafts_bench
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture, check_gpu, random_int4, random_model
 from qspec_jax.bench.decode_rows import check_gamma, select_gammas
@@ -21,6 +19,8 @@ from qspec_jax.bench.simulated import rate_of_ratio, rates_of
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints import hub, huggingface, loading
 from qspec_jax.cli.bench_kernels import Repeats, kernels
+from qspec_jax.cli.bench_options import DRAFT, Arch, Gammas, Model, NewTokens, Texts, drafts_of, int4_of
+from qspec_jax.cli.bench_states import states_commands
 from qspec_jax.cli.options import (
     Devices,
     DevicesOfModel,
@@ -36,44 +36,23 @@ from qspec_jax.cli.options import (
     place_of,
 )
 from qspec_jax.decoding.config import GAMMA, GenerationConfig
-from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.requests import check_positions
-from qspec_jax.decoding.resolve import resolve_auto_draft
 from qspec_jax.drafts import make_draft
-from qspec_jax.drafts.int4 import int4_model, stored_int4
+from qspec_jax.drafts.int4 import stored_int4
 from qspec_jax.drafts.registry import AUTO, NONE, USUAL, parse_draft
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.texts import token_stream
 from qspec_jax.files import read_text
-from qspec_jax.models.llama import Llama
 from qspec_jax.training import corpus
 
 log = logging.getLogger(__name__)
 
 COMPARED = (AUTO, USUAL, "prompt-lookup")  # drafts of `bench drafts`
-DRAFT = "NAME[:SETTING=VALUE,...]"
 PACKED = ", linear layers in INT4, all else in bfloat16"  # after the name of a model with random weights
-
-Gammas = Annotated[
-    list[int] | None,
-    typer.Option("--gamma", "--num-speculative-tokens", help="Most drafts of a round; may be given several times, to find the best."),
-]
-Arch = Annotated[str | None, typer.Option(help=f"A known shape, with random weights: {', '.join(ARCHITECTURES)}.")]
-Model = Annotated[str | None, typer.Option(metavar="DIR", help="A checkpoint directory, instead of --arch.")]
-Texts = Annotated[
-    list[Path] | None,
-    typer.Option(help="A text that prompts are cut from; may be given several times: the demo's held-out files, if not given."),
-]
-NewTokens = Annotated[int, typer.Option(min=16, help="New tokens: 640 are five flushes.")]
-
-
-def drafts_of(help_text: str):
-    """The option of several drafts."""
-    return Annotated[list[str] | None, typer.Option("--draft", metavar=DRAFT, help=help_text)]
-
 
 benchmarks = typer.Typer(no_args_is_help=True, help="Measurements of speed.")
 benchmarks.add_typer(kernels)
+benchmarks.add_typer(states_commands)
 
 
 @benchmarks.command("decode")
@@ -342,100 +321,6 @@ def bench_drafts(
     reports.show(measure, output, as_json=as_json)
 
 
-@benchmarks.command("states")
-def bench_states(
-    arch: Arch = None,
-    model: Annotated[
-        str | None, typer.Option(metavar="DIR", help="A checkpoint directory, instead of --arch: the embedded model, if neither.")
-    ] = None,
-    file: Texts = None,
-    context: Annotated[
-        list[int] | None, typer.Option(min=1, help="Tokens of a document; may be given several times: 6000, if not given.")
-    ] = None,
-    documents: Annotated[int, typer.Option(min=1, help="Number of documents.")] = states.Sizes.documents,
-    questions: Annotated[int, typer.Option(min=0, help="Questions about each document; 0 leaves them out.")] = states.Sizes.questions,
-    question_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a question.")] = states.Sizes.question_tokens,
-    answer_tokens: Annotated[int, typer.Option(min=1, help="New tokens of an answer.")] = states.Sizes.answer_tokens,
-    samples: Annotated[int, typer.Option(min=0, help="Samples of one prompt; 0 leaves them out.")] = states.Sizes.samples,
-    sample_tokens: Annotated[int, typer.Option(min=1, help="New tokens of a sample.")] = states.Sizes.sample_tokens,
-    batch_size: Annotated[int, typer.Option(min=1, help="Answers that are generated at a time.")] = states.Sizes.batch_size,
-    read_again: Annotated[
-        int | None, typer.Option(min=1, help="Number of questions for which the document is also read again. Default: all of them.")
-    ] = None,
-    num_speculative_tokens: Annotated[
-        int | None, typer.Option("--gamma", "--num-speculative-tokens", help="Most drafts of a round: the draft's default, if not given.")
-    ] = None,
-    draft: Annotated[str, typer.Option("--draft", metavar=DRAFT, help="The draft.")] = AUTO,
-    cache: Annotated[
-        str | None, typer.Option("--cache", metavar=DRAFT, help="The target's cache: int8 with a draft, full without, if not given.")
-    ] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    simulate_ratio: Annotated[
-        float | None,
-        typer.Option(min=0, max=1, help="Simulated acceptance: the share of drafts that is accepted on average."),
-    ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="First tokens, of which the median is given.")] = states.Sizes.repeats,
-    seed: Seed = 0,
-    dtype: DtypeOption = None,
-    output: Output = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw seconds against the context, in both ways, to this file (.png, .pdf or .svg).")
-    ] = None,
-    as_json: Json = False,
-):
-    """Questions and samples from a state, against reading again."""
-    if arch is not None and (model is not None or file or dtype):
-        raise InputError("--arch has random weights in bfloat16 and random documents; leave out --model, --file and --dtype")
-    if simulate_ratio is not None and temperature:
-        raise InputError("--simulate-ratio simulates greedy decoding; leave out --temperature")
-    if num_speculative_tokens is not None:
-        check_gamma(num_speculative_tokens)
-    settings = dict(cache=cache, num_speculative_tokens=num_speculative_tokens, temperature=temperature)
-    config = GenerationConfig(draft=draft, ignore_eos=True, **settings)
-    if simulate_ratio is not None and draft in (AUTO, NONE):
-        raise InputError(f"--simulate-ratio needs a --draft whose number of drafts is known, not {draft}")
-    sizes = states.Sizes(
-        documents=documents,
-        questions=questions,
-        question_tokens=question_tokens,
-        answer_tokens=answer_tokens,
-        samples=samples,
-        sample_tokens=sample_tokens,
-        batch_size=batch_size,
-        read_again=read_again,
-        repeats=repeats,
-    )
-    contexts = list(dict.fromkeys(context or [6000]))
-    shape = architecture(arch) if arch else huggingface.load_config(demo.MODEL if model is None else model)
-    check_positions("model", shape.max_length, "--context", max(contexts), sizes.new)
-    if arch is not None:
-        check_gpu(arch)
-
-    def measure() -> reports.Report:
-        if arch is not None:
-            network = random_model(shape, seed=seed)
-            words = np.random.default_rng(seed).integers(0, shape.vocab_size, 2 * max(contexts)).tolist()
-        else:
-            network, tokenizer = load(demo.MODEL if model is None else model, dtype, quiet=as_json)
-            words = token_stream(tokenizer, map(read_text, file or corpus.held_out_files()))
-        (chosen,) = resolve_auto_draft(network, [config], [max(contexts) + sizes.question_tokens], batch=batch_size)
-        made = make_draft(chosen.draft, network, int4=int4_of(network, random=arch is not None)) or NONE
-        return states.run(
-            arch or ("the embedded model" if model is None else model),
-            network,
-            words,
-            contexts,
-            dataclasses.replace(chosen, draft=made),
-            sizes,
-            key_of(seed),
-            draft=chosen.draft,
-            rate=None if simulate_ratio is None else rate_of_ratio(simulate_ratio, chosen.num_speculative_tokens),
-            progress=False if as_json else None,
-        )
-
-    reports.show(measure, output, as_json=as_json, plot=plot)
-
-
 @benchmarks.command("end-to-end")
 def bench_end_to_end(
     model: Annotated[str, typer.Option(metavar="DIR", help="Checkpoint directory in Hugging Face format.")],
@@ -481,8 +366,3 @@ def bench_end_to_end(
         )
 
     reports.show(measure, output, as_json=as_json, plot=plot)
-
-
-def int4_of(network: Llama, *, random: bool) -> Callable[[], Llama]:
-    """Makes the model with INT4 weights, once: random ones, or those of its weights."""
-    return functools.cache(lambda: random_int4(network) if random else int4_model(network))
