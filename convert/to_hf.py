@@ -64,7 +64,7 @@ def export(source: str | Path, directory: str | Path, *, progress: bool | None =
             f"{source}: its weights are in INT4, which export does not write; convert with dequantized weights and export that"
         )
     dtype = manifest.dtype
-    tensors: dict[str, list[tuple[str, Place]]] = {}
+    tensors: dict[str, list[tuple[str, Place]]] = {}  # by the names of places: those of all experts of a layer are together
     for path, place in places(config).items():
         tensors.setdefault(place.name, []).append((path, place))
 
@@ -72,6 +72,7 @@ def export(source: str | Path, directory: str | Path, *, progress: bool | None =
         return sum(place.size for _, place in tensors[name]) * jnp.dtype(dtype).itemsize
 
     shards, total = list(converted.batches(tensors, size, SHARD_BYTES)), sum(map(size, tensors))
+    names_of = {name: parts[0][1].names for name, parts in tensors.items()}
     several = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     files = several if len(shards) > 1 else ["model.safetensors"]
     hide = None if progress is None else not progress
@@ -79,30 +80,37 @@ def export(source: str | Path, directory: str | Path, *, progress: bool | None =
         for file, names in zip(files, shards):
             _write_shard(source, unfinished / file, {name: tensors[name] for name in names}, manifest, bar)
         if len(shards) > 1:
-            weight_map = {name: file for file, names in zip(files, shards) for name in names}
+            weight_map = {name: file for file, shard in zip(files, shards) for place in shard for name in names_of[place]}
             write_json(unfinished / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
         write_small_files(unfinished, functools.partial(small_file, source))
         raw = read_json(source / "config.json")
         raw |= dict.fromkeys(raw.keys() & {"dtype", "torch_dtype"} or {"dtype"}, dtype)
         write_json(unfinished / "config.json", without_quantization(raw))
-    return ExportReport(str(source), str(directory), len(tensors), sum(path.stat().st_size for path in directory.iterdir()), files)
+    count = sum(map(len, names_of.values()))
+    return ExportReport(str(source), str(directory), count, sum(path.stat().st_size for path in directory.iterdir()), files)
 
 
 def _write_shard(source: Path, file: Path, tensors: dict[str, list[tuple[str, Place]]], manifest: Manifest, bar: tqdm) -> None:
     """Writes a safetensors file: the length of the header, the header, the tensors one after the other."""
     kind, written, header, end = jnp.dtype(manifest.dtype), manifest.written[TARGET], {"__metadata__": {"format": "pt"}}, 0
-    for name, parts in tensors.items():
-        first = parts[0][1].shape
-        shape = [sum(place.shape[0] for _, place in parts), *first[1:]] if len(parts) > 1 else [*first]
-        begin, end = end, end + int(np.prod(shape)) * kind.itemsize
-        header[name] = {"dtype": DTYPES[manifest.dtype], "shape": shape, "data_offsets": [begin, end]}
+    for parts in tensors.values():
+        first = parts[0][1]
+        shape = [*first.shape] if first.experts is None else [*first.shape[:0:-1]]
+        if len(parts) > 1:
+            shape[0] = sum(place.shape[0] for _, place in parts)
+        for name in first.names:
+            begin, end = end, end + int(np.prod(shape)) * kind.itemsize
+            header[name] = {"dtype": DTYPES[manifest.dtype], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     in_order = [part for parts in tensors.values() for part in sorted(parts, key=lambda part: part[1].first or 0)]
+    experts = {path: place.experts for path, place in in_order}
     with file.open("wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for path, weight in converted.restored(source, TARGET, {path: jax.ShapeDtypeStruct(place.shape, kind) for path, place in in_order}):
             if converted.digest(weight) != written.get(path):
                 raise InputError(f"{source}: {path} of it is not what was written; copy it again, or convert again")
-            out.write(np.ascontiguousarray(weight).reshape(-1).view(np.uint8))
+            whole = np.asarray(weight)
+            for tensor in [whole] if experts[path] is None else (matrix.T for matrix in whole):
+                out.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8))
             bar.update(weight.nbytes)

@@ -34,6 +34,7 @@ OTHER_TYPES = {
     "Olmo3ForCausalLM": "olmo3",
     "CwmForCausalLM": "cwm",
     "Gemma3ForCausalLM": "gemma3_text",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 # The activations of those whose MLP has no gate.
 UNGATED = {"ApertusForCausalLM": "xielu", "ArceeForCausalLM": "relu2"}
@@ -177,6 +178,8 @@ def _family_cases() -> dict[str, dict[str, Any]]:
         "original_max_position_embeddings": 16,
         "beta_fast": 2.0,
     }
+    # Enough experts for one or two tokens to read those alone that they choose.
+    experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
     granite = {"embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.3, "logits_scaling": 0.5}
     return {
         "seed_oss-biases": case("SeedOss", attention_bias=..., attention_out_bias=True, mlp_bias=True),
@@ -196,6 +199,8 @@ def _family_cases() -> dict[str, dict[str, Any]]:
         "glm4-partial": case("Glm4", rope={"partial_rotary_factor": 0.5}, attention_bias=True),
         "glm4-whole": case("Glm4", "yarn", rope={"partial_rotary_factor": 1.0}, attention_bias=False, num_key_value_heads=1),
         "ministral3-scaled": case("Ministral3", "yarn", rope=ministral),
+        "qwen3_moe-experts": case("Qwen3Moe", num_experts=12, norm_topk_prob=True, **experts),
+        "qwen3_moe-mixed": case("Qwen3Moe", num_local_experts=5, mlp_only_layers=[1], tie_word_embeddings=True, **experts),
     }
 
 
@@ -337,7 +342,7 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "Olmo3ForCausalLM": {"q_norm": queries, "k_norm": keys},
         "HunYuanDenseV1ForCausalLM": {"query_layernorm": head_dim, "key_layernorm": head_dim},
     }.get(architecture, {})
-    if architecture in ("Qwen3ForCausalLM", "Exaone4ForCausalLM", "ApertusForCausalLM", "Gemma3ForCausalLM"):
+    if architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Exaone4ForCausalLM", "ApertusForCausalLM", "Gemma3ForCausalLM"):
         qk_norms = {"q_norm": head_dim, "k_norm": head_dim}
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}"
@@ -362,6 +367,14 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes[f"{layer}.{name}_proj.weight"] = (rows, hidden)
         if architecture in UNGATED:
             shapes = {name: shape for name, shape in shapes.items() if "gate_proj" not in name}
+        if architecture == "Qwen3MoeForCausalLM" and i not in config.get("mlp_only_layers", ()):
+            shapes = {name: shape for name, shape in shapes.items() if not name.startswith(f"{layer}.mlp.")}
+            count, of_expert = config.get("num_experts") or config.get("num_local_experts", 128), config.get("moe_intermediate_size", 768)
+            shapes[f"{layer}.mlp.gate.weight"] = (count, hidden)
+            for expert in range(count):
+                path = f"{layer}.mlp.experts.{expert}"
+                shapes |= {f"{path}.{name}_proj.weight": (of_expert, hidden) for name in ("gate", "up")}
+                shapes[f"{path}.down_proj.weight"] = (hidden, of_expert)
         if architecture == "ApertusForCausalLM":
             shapes |= {
                 f"{layer}.mlp.act_fn.{name}": shape for name, shape in {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}.items()

@@ -26,7 +26,7 @@ def random_model(dtype, *, vocab_size: int = 64, spread: float = 0.15, seed: int
     settings = {"head_dim": 16, "intermediate_size": 128, "max_position_embeddings": 4096, "tie_word_embeddings": True}
     config = LlamaConfig.from_hf(hf_config(vocab_size=vocab_size, **(settings | changes)))
     rng = np.random.default_rng(seed)
-    return Llama(config, lambda path, shape: jnp.asarray(rng.normal(0, spread if len(shape) == 2 else 1, shape), dtype))
+    return Llama(config, lambda path, shape: jnp.asarray(rng.normal(0, spread if len(shape) >= 2 else 1, shape), dtype))
 
 
 def random_prompts(lengths: list[int], vocab_size: int = 64, seed: int = 1) -> list[list[int]]:

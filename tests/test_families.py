@@ -42,6 +42,7 @@ from qspec_jax.decoding.generate import generate
 from qspec_jax.errors import InputError
 from qspec_jax.models import rope
 from qspec_jax.models.config import LlamaConfig
+from qspec_jax.models.experts_config import ExpertsConfig
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.sharding import model_mesh
 from qspec_jax.models.skipping import MaskedSkippingModel, Skipped, SkippingModel
@@ -52,9 +53,10 @@ from qspec_jax.quantization.calibration import quantize_linears_for
 from qspec_jax.quantization.weights import is_linear, quantize_linears
 
 # One of each family.
-FAMILIES = [name for name in FAMILY_CASES if name not in ("granite-biases", "phi3-partial-longrope", "glm4-whole")]
-# After OLMo's norms, with a share of RoPE, after a norm that follows RoPE, with an activation that has weights, and with a query scale.
-DIFFERENT = ["olmo2-widths", "glm4-partial", "hunyuan-alpha", "apertus-xielu", "ministral3-scaled"]
+FAMILIES = [name for name in FAMILY_CASES if name not in ("granite-biases", "phi3-partial-longrope", "glm4-whole", "qwen3_moe-mixed")]
+# After OLMo's norms, with a share of RoPE, after a norm that follows RoPE, with an activation that has weights, with a query scale, and with
+# experts.
+DIFFERENT = ["olmo2-widths", "glm4-partial", "hunyuan-alpha", "apertus-xielu", "ministral3-scaled", "qwen3_moe-experts"]
 WITH_WINDOWS = [name for name in WINDOW_CASES if name != "mistral-window"]  # which has no layer without one
 GREEDY = GenerationConfig(group_size=8, max_new_tokens=24, ignore_eos=True, num_speculative_tokens=3)
 
@@ -96,6 +98,9 @@ def is_golden(model: Llama, name: str) -> None:
         ("gemma3-idle-window", {"sliding_rope": None}),
         ("exaone4-window", {"nope_layers": ()}),
         ("mistral-window", {"sliding_window": 13}),
+        ("qwen3_moe-experts", {"experts": ExpertsConfig((0, 1), 12, 2, 32, normalized=False)}),
+        ("qwen3_moe-experts", {"experts": ExpertsConfig((0, 1), 12, 3, 32, normalized=True)}),
+        ("qwen3_moe-mixed", {"experts": ExpertsConfig((0,), 5, 2, 32, normalized=True)}),
     ],
     ids=str,
 )
@@ -208,9 +213,9 @@ def test_skipped_sublayers(directory, name):
             assert ({path.split(".")[1] for path in unread} == set()) == (not skipped)
 
 
-@pytest.mark.parametrize("name", ["olmo2-widths", "glm4-partial", "apertus-xielu", "gemma3-window"])
+@pytest.mark.parametrize("name", ["olmo2-widths", "glm4-partial", "apertus-xielu", "gemma3-window", "qwen3_moe-mixed"])
 def test_calibration(directory, name):
-    """For the inputs that the linear layers have: after no norm, after one of two, and without a gate."""
+    """For the inputs that the linear layers have: after no norm, after one of two, without a gate, and beside experts."""
     model, tokens = load_model(directory(name), progress=False), case_tokens(name)
     exact = one_pass(model, tokens, 48)
     fitted = quantize_linears_for(model, tokens.tolist(), progress=False)

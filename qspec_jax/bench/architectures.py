@@ -106,7 +106,7 @@ def random_model(config: LlamaConfig, *, seed: int = 0, mesh: Mesh | None = None
 
     def make(path: str, shape: tuple[int, ...]) -> Weight:
         place = None if mesh is None else functools.partial(placement.stored, path)
-        if len(shape) != 2:
+        if len(shape) < 2:
             drawn = jnp.full(shape, not path.endswith(".bias"), jnp.bfloat16, device=place and place(shape))
         elif config.int4_weights and is_linear(path):
             drawn = _drawn_int4(next(keys), path, shape, jnp.dtype(jnp.bfloat16), place)

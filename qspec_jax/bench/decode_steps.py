@@ -96,7 +96,7 @@ class StepsOfRound:
         return timings
 
     def _verification(self, lengths: Lengths, *, observed: bool) -> TimedStep:
-        size, copied = target_bytes(self.target.model, self.shapes, self.context + self.gamma + 1, self.batch_size)
+        size, copied = target_bytes(self.target.model, self.shapes, self.context + self.gamma + 1, self.batch_size, self.gamma + 1)
         return self._step("target", _verified_and_observed if observed else _verified, (lengths, self.target), size, copied)
 
     def _draft_step(self, lengths: Lengths, draft: StepwiseDraft) -> TimedStep:
@@ -145,7 +145,7 @@ def _flushed(tokens, cache, state, lengths):
     return tokens, dataclasses.replace(cache.rollback(lengths).flush()[0], lengths=lengths), state
 
 
-def target_bytes(model: Llama, cache: Cache, tokens: int, batch_size: int) -> tuple[int, int]:
+def target_bytes(model: Llama, cache: Cache, tokens: int, batch_size: int, new_tokens: int = 1) -> tuple[int, int]:
     """The bytes that each device must read in a pass of the target, its weights included, and those that the pass copies from host memory.
 
     Args:
@@ -153,6 +153,7 @@ def target_bytes(model: Llama, cache: Cache, tokens: int, batch_size: int) -> tu
         cache: its cache, or the shapes of it.
         tokens: that each row holds, those of the pass included.
         batch_size: rows.
+        new_tokens: of each row, in the pass.
     """
     read, copied = (batch_size * each for each in cache.bytes_of_pass(BOTH_PLANES, tokens))
-    return weight_bytes(model, on_device=True) + read // devices_of(model), copied
+    return weight_bytes(model, rows=batch_size * new_tokens, on_device=True) + read // devices_of(model), copied

@@ -19,7 +19,7 @@ from qspec_jax.checkpoints.quantized.tensor import GroupedTensor, Parts, Quantiz
 from qspec_jax.checkpoints.safetensors_file import FLOAT_NAMES, FLOATS, Tensor, read_header
 from qspec_jax.checkpoints.small_files import small_file
 from qspec_jax.checkpoints.source import WeightSource
-from qspec_jax.checkpoints.tensor_names import BASE, canonical, places, table, tensor_shapes
+from qspec_jax.checkpoints.tensor_names import BASE, Place, canonical, places, table, tensor_shapes
 from qspec_jax.checkpoints.weight_files import INDEX, WHOLE, WeightFiles, weight_files
 from qspec_jax.errors import InputError, listed, reading, warn_once
 from qspec_jax.files import read_json
@@ -112,10 +112,10 @@ class Source(WeightSource):
         self.not_finite: set[str] = set()
         self.files = weight_files(self.directory)
         self._open()
-        if self.config.num_layers > len(self.tensors):  # a huge number of layers would take long to count
-            raise InputError(
-                f"{directory}: config.json asks for {self.config.num_layers} layers, and there are {len(self.tensors)} tensors"
-            )
+        experts = sum(self.config.experts.count for _ in self.config.expert_layers)
+        if self.config.num_layers + experts > len(self.tensors):  # a huge number of layers would take long to count
+            asked = f"{self.config.num_layers} layers" + (f" with {experts} experts together" if experts else "")
+            raise InputError(f"{directory}: config.json asks for {asked}, and there are {len(self.tensors)} tensors")
         self.places = places(self.config)
         self._rename(tensor_shapes(self.config).keys() | {self.head})
         self._find_quantized()
@@ -125,17 +125,27 @@ class Source(WeightSource):
     def read(self, path: str, memory: np.ndarray | None = None) -> np.ndarray:
         """The weight at a path of the model, see `WeightSource`."""
         place = self.places[path]
+        if place.experts is not None:
+            return self._read_experts(place, memory)
         tensor = self.tensors[place.name]
         return tensor.read(memory=memory) if place.first is None else tensor.read(place.first, place.shape[0], memory)
+
+    def _read_experts(self, place: Place, memory: np.ndarray | None) -> np.ndarray:
+        """The matrices of all experts of a layer; one of them at a time is held besides."""
+        kind = np.dtype(FLOATS[self.tensors[place.names[0]].dtype])
+        whole = np.empty(place.shape, kind) if memory is None else memory.view(kind).reshape(place.shape)
+        for name, matrix in zip(place.names, whole, strict=True):
+            matrix[:] = self.tensors[name].read().T
+        return whole
 
     def read_bytes(self, path: str) -> int:
         """Bytes of the array that `read` returns."""
         place = self.places[path]
-        return place.size * np.dtype(FLOATS[self.tensors[place.name].dtype]).itemsize
+        return place.size * np.dtype(FLOATS[self.tensors[place.names[0]].dtype]).itemsize
 
     def can_pack(self, path: str) -> bool:
         """See `WeightSource`."""
-        tensor = self.tensors[self.places[path].name]
+        tensor = self.tensors.get(self.places[path].name)
         return isinstance(tensor, GroupedTensor) and tensor.can_pack()
 
     def read_packed(self, path: str) -> Int4Weight:
@@ -310,6 +320,11 @@ class Source(WeightSource):
                 wrong.append(f"{name} has shape {list(tensor.shape)}, config.json asks for {list(expected[name])}")
             elif tensor.dtype not in FLOATS:
                 wrong.append(f"{name} has dtype {tensor.dtype}, should be one of {', '.join(FLOATS)}")
+        for place in self.places.values():
+            kinds = {self.tensors[name].dtype: name for name in place.names if place.experts and name in self.tensors}
+            if len(kinds) > 1:
+                described = " and ".join(f"{name} {kind}" for kind, name in sorted(kinds.items()))
+                wrong.append(f"{described}; the experts of a layer should have one dtype")
         if wrong:
             raise InputError(f"{self.directory}: the checkpoint does not fit its config: {'; '.join(wrong)}")
 

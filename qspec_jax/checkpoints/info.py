@@ -15,6 +15,8 @@ from qspec_jax.checkpoints.loading import config_and_outline
 from qspec_jax.checkpoints.tensor_names import weight_shapes
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
+from qspec_jax.models.experts import is_expert_matrix
+from qspec_jax.models.experts_config import ExpertsConfig
 from qspec_jax.quantization.weights import is_linear, quantize_rows, quantize_weight
 
 GAMMA = 4  # draft tokens in a round, for which caches have room
@@ -26,7 +28,10 @@ class ModelInfo:
 
     Attributes:
         weight_bytes: of the weights, as the checkpoint is loaded.
-        draft_weight_bytes: of the INT4 weights that a draft adds; it reads those of the target that are in INT4.
+        parameters: numbers in all weights.
+        token_parameters: numbers in the weights that a token goes through: all but those of experts that it does not choose.
+        experts: of layers that have experts instead of one MLP, see `models.experts_config.ExpertsConfig`; None without any.
+        draft_weight_bytes: of the INT4 weights that a draft adds; it reads those of the target that are in INT4, and its experts.
         context: tokens of one sequence, for which the caches are sized.
         cache_bytes: of the hierarchical cache, or the one that was asked for.
         full_cache_bytes: of a cache in the model's precision.
@@ -35,9 +40,11 @@ class ModelInfo:
     architecture: str
     dtype: str
     parameters: int
+    token_parameters: int
     num_layers: int
     hidden_size: int
     intermediate_size: int
+    experts: ExpertsConfig | None
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -82,12 +89,16 @@ def _sizes(config: LlamaConfig, weights: Mapping[str, Any], dtype: jnp.dtype, co
         sizes = dict(batch=1, capacity=context, num_speculative_tokens=GAMMA, dtype=dtype)
         return jax.eval_shape(lambda: kind.empty(config, **sizes)).num_bytes
 
-    parameters = sum(math.prod(shape) for shape in weight_shapes(config).values())
+    numbers = {path: math.prod(shape) for path, shape in weight_shapes(config).items()}
+    unread = sum(count - config.experts.read(count, 1) for path, count in numbers.items() if is_expert_matrix(path))
     same = ("dtype", "num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
     return ModelInfo(
-        **{name: getattr(config, name) for name in (*same, "architecture", "tie_word_embeddings", "max_length", "eos_token_ids")},
+        **{
+            name: getattr(config, name) for name in (*same, "architecture", "experts", "tie_word_embeddings", "max_length", "eos_token_ids")
+        },
         rope_type=config.rope.rope_type,
-        parameters=parameters,
+        parameters=sum(numbers.values()),
+        token_parameters=sum(numbers.values()) - unread,
         weight_bytes=_bytes(weights),
         draft_weight_bytes=_bytes(drafted),
         context=context,

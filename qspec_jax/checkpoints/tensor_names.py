@@ -15,7 +15,8 @@ from qspec_jax.models.llama import Llama
 BASE = "model."  # prefix of all names but the head's; a model that was saved without its head has no such prefix
 Table = Mapping[str, tuple[str, ...]]
 # An architecture's names of tensors -> paths in `Llama`; {i} is the layer. A tensor with several paths has their rows one after the other.
-# If several tensors name a path, it is read from the last of them.
+# If several tensors name a path, it is read from the last of them. {e} is the number of an expert: one weight is made of the tensors of all
+# experts, each transposed.
 _LLAMA: Table = {
     "model.embed_tokens.weight": ("embedding",),
     "lm_head.weight": ("head",),
@@ -58,6 +59,9 @@ _GEMMA3: Table = _LLAMA | _in_layers(
         "post_feedforward_layernorm.weight": "mlp_output_norm.weight",
     }
 )
+_QWEN3_MOE: Table = _LLAMA | _in_layers(
+    {"mlp.gate.weight": "experts.router", **{f"mlp.experts.{{e}}.{n}_proj.weight": f"experts.{n}" for n in ("gate", "up", "down")}}
+)
 _HUNYUAN: Table = _LLAMA | _in_layers(
     {"self_attn.query_layernorm.weight": "q_norm.weight", "self_attn.key_layernorm.weight": "k_norm.weight"}
 )
@@ -70,6 +74,7 @@ _APERTUS: Table = _LLAMA | _in_layers(
 )
 TABLES: dict[str, Table] = dict.fromkeys(ARCHITECTURES, _LLAMA) | {
     "Phi3ForCausalLM": _PHI3,
+    "Qwen3MoeForCausalLM": _QWEN3_MOE,
     "Olmo2ForCausalLM": _OLMO2,
     "Olmo3ForCausalLM": _OLMO2,
     "Gemma3ForCausalLM": _GEMMA3,
@@ -91,11 +96,24 @@ def table(config: LlamaConfig) -> Table:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A weight's place in a checkpoint: a whole tensor, or its rows from `first` on."""
+    """A weight's place in a checkpoint: a whole tensor, its rows from `first` on, or the tensors of all experts.
+
+    Attributes:
+        name: of the tensor, or of the experts' tensors with * for an expert's number.
+        shape: of the weight.
+        first: the first row in the tensor, if the tensor has other weights too.
+        experts: the number of experts, whose tensors, transposed, are one weight [experts, in, out]; None for a weight in one tensor.
+    """
 
     name: str
     shape: tuple[int, ...]
     first: int | None = None
+    experts: int | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all tensors that the weight is in."""
+        return (self.name,) if self.experts is None else tuple(self.name.replace("*", str(e)) for e in range(self.experts))
 
     @property
     def size(self) -> int:
@@ -114,7 +132,12 @@ def places(config: LlamaConfig) -> dict[str, Place]:
         name, paths = of_path[path if layer is None else "layers.{i}." + path[layer.end() :]]
         parts = [other.replace("{i}", number) for other in paths]
         before = parts[: parts.index(path)]
-        found[path] = Place(name.replace("{i}", number), shape, sum(shapes[other][0] for other in before) if len(parts) > 1 else None)
+        found[path] = Place(
+            name.replace("{i}", number).replace("{e}", "*"),
+            shape,
+            sum(shapes[other][0] for other in before) if len(parts) > 1 else None,
+            shape[0] if "{e}" in name else None,
+        )
     return found
 
 
@@ -143,6 +166,9 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of the checkpoint's tensors, by their names."""
     shapes: dict[str, tuple[int, ...]] = {}
     for place in places(config).values():
+        if place.experts is not None:
+            shapes |= dict.fromkeys(place.names, place.shape[:0:-1])
+            continue
         before = shapes.get(place.name)
         shapes[place.name] = place.shape if before is None else (before[0] + place.shape[0], *place.shape[1:])
     return shapes

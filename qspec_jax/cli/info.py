@@ -42,6 +42,12 @@ def _info_table(found: ModelInfo) -> Table:
         "weights": f"{megabytes(found.weight_bytes)} target, {megabytes(found.draft_weight_bytes)} more for the INT4 draft",
         f"KV cache, {found.context:,} tokens": f"{megabytes(found.cache_bytes)} int8, {megabytes(found.full_cache_bytes)} full",
     }
+    if found.experts is not None:
+        experts = found.experts
+        rows["experts"] = (
+            f"{experts.count} of {experts.intermediate_size} in {len(experts.layers)} layers; a token goes through {experts.chosen}, and "
+            f"{found.token_parameters:,} parameters in all"
+        )
     for label, value in rows.items():
         table.add_row(label, value)
     return table

@@ -7,7 +7,7 @@ from qspec_jax.models.config import LlamaConfig
 
 MEMORY_RESERVE = 0.03  # the share of a device's memory that is left for what is not counted
 # A round is assumed to hold, besides the batch, at most this many float32 arrays for each of its tokens: as wide as the logits, and as gate
-# and up of an MLP.
+# and up of an MLP, or of the experts that a token goes through.
 ARRAYS = 8
 
 
@@ -26,4 +26,6 @@ def free_bytes(mesh: Mesh | None = None) -> int | None:
 
 def bytes_of_round(model: LlamaConfig, drafts: int) -> int:
     """Bytes that a round with `drafts` drafts takes for each row, besides the row itself."""
-    return 4 * ARRAYS * (drafts + 1) * (model.vocab_size + 2 * model.intermediate_size)
+    experts = model.experts
+    width = model.intermediate_size if experts is None else max(model.intermediate_size, experts.chosen * experts.intermediate_size)
+    return 4 * ARRAYS * (drafts + 1) * (model.vocab_size + 2 * width)

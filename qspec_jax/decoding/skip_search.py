@@ -98,7 +98,7 @@ class RoundBytes:
             return of_weights(model) - of_weights(model, skipped=Skipped(**skipped))
 
         sublayers = [(saved(attention={i}) + of_layer, saved(mlp={i})) for i, of_layer in enumerate(keys_values)]
-        of_target = of_weights(target) + shapes.bytes_of_pass(BOTH_PLANES, tokens)[0]
+        of_target = of_weights(target, rows=gamma + 1) + shapes.bytes_of_pass(BOTH_PLANES, tokens)[0]
         return cls(np.array(sublayers, float), everything - sum(map(sum, sublayers)), of_target, gamma)
 
     def of_step(self, skip: Bool[np.ndarray, "L 2"]) -> float:

@@ -26,7 +26,7 @@ def int4_model(
     calibration: Sequence[Sequence[int]] | None = None,
     progress: bool | None = None,
 ) -> Llama:
-    """The model with INT4 linear layers; all else is the same arrays, not copies, and so are layers that are in INT4 already.
+    """The model with INT4 linear layers; all else is the same arrays, not copies, and so are layers that are in INT4 already, and experts.
 
     Args:
         model: the model.
@@ -40,6 +40,8 @@ def int4_model(
     packed = [isinstance(weight, Int4Weight) for path, weight in model.weights().items() if is_linear(path)]
     if all(packed):
         return model
+    if model.checkpoint_config.experts is not None:
+        log.info("INT4 weights of the draft: of experts it reads the target's own weights, all other linear layers are in INT4")
     if calibration is not None and any(packed):
         raise InputError("calibration: some of the target's layers are in INT4 already; leave it out")
     if calibration is not None:

@@ -10,6 +10,7 @@ from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.host_memory import in_host
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.drafts.draft import Draft, ModelDraft
+from qspec_jax.models.experts import is_expert_matrix
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.sharding import mesh_of
 from qspec_jax.models.skipping import NO_LAYERS, Skipped
@@ -33,7 +34,7 @@ def step_bytes(
     if not isinstance(draft, ModelDraft):
         return None
     model = draft.step.model
-    of_weights = weight_bytes(model, skipped=skipped_by(draft), max_item_bytes=max_item_bytes, on_device=on_device)
+    of_weights = weight_bytes(model, rows=batch, skipped=skipped_by(draft), max_item_bytes=max_item_bytes, on_device=on_device)
     read, _ = cache_bytes_of_step(draft, cache.outline(model.config, tokens), tokens)
     return of_weights + batch * read // (devices_of(model) if on_device else 1)
 
@@ -76,18 +77,24 @@ def skipped_by(draft: Draft) -> Skipped:
     return getattr(draft, "skipped", NO_LAYERS)
 
 
-def weight_bytes(model: Llama, *, skipped: Skipped = NO_LAYERS, max_item_bytes: int = 8, on_device: bool = False) -> int:
-    """Bytes of the weights that a step reads: all but what is skipped, and but an embedding that is not also the head, of which it reads a
-    row for each token. `planning.operations.step_weight_bytes` counts the same from a model's shape alone.
+def weight_bytes(model: Llama, *, rows: int = 1, skipped: Skipped = NO_LAYERS, max_item_bytes: int = 8, on_device: bool = False) -> int:
+    """Bytes of the weights that a step reads: all but what is skipped, an embedding that is not also the head, of which it reads a row for
+    each token, and experts that no token chooses. `planning.operations.step_weight_bytes` counts the same from a model's shape alone.
 
-    max_item_bytes, on_device: see `bytes_of`.
+    Args:
+        model: the model.
+        rows: tokens of the step, which read the experts that they choose (`ExpertsConfig.read`).
+        skipped: what the step leaves out.
+        max_item_bytes, on_device: see `bytes_of`.
     """
     weights = dict(model.weights())
     for path in skipped.weights(weights):
         weights.pop(path)
     if model.head is not None:
         weights.pop("embedding")
-    return bytes_of(weights, max_item_bytes=max_item_bytes, on_device=on_device)
+    matrices = {path: weights.pop(path) for path in list(weights) if is_expert_matrix(path)}
+    size, of_experts = (bytes_of(part, max_item_bytes=max_item_bytes, on_device=on_device) for part in (weights, matrices))
+    return size + (model.checkpoint_config.experts.read(of_experts, rows) if matrices else 0)
 
 
 def bytes_of(tree, *, max_item_bytes: int = 8, on_device: bool = False) -> int:

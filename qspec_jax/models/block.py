@@ -19,6 +19,7 @@ from pallas_kernels.rope_append import rotate, split_and_rotate
 from qspec_jax.models import rope
 from qspec_jax.models.activations import XIELU, relu2
 from qspec_jax.models.config import LlamaConfig
+from qspec_jax.models.experts import Experts
 from qspec_jax.models.families import GELU, HEAD, HEAD_AFTER_ROPE, INPUT, OUTPUT, WIDTH
 from qspec_jax.models.families import XIELU as XIELU_NAME
 
@@ -109,7 +110,8 @@ class Block(nnx.Module):
     """
 
     def __init__(self, config: LlamaConfig, make: MakeWeight, layer: int, axis: str | None = None):
-        c, D, H, eps, path = config, config.hidden_size, config.head_dim, config.rms_norm_eps, f"layers.{layer}"
+        c, D, F, H = config, config.hidden_size, config.intermediate_size, config.head_dim
+        eps, path = config.rms_norm_eps, f"layers.{layer}"
         self.head_dim, self.axis, self.is_fusable = H, axis, config.is_fusable
         self.window, self._rope = c.sliding_window if layer in c.windowed_layers else None, c.rope_of(layer)
 
@@ -131,11 +133,13 @@ class Block(nnx.Module):
         self.o_proj = Linear(make, f"{path}.o_proj", (D, c.num_heads * H), bias=c.output_bias, summed_over=axis)
         self.attention_output_norm = norm("attention_output_norm", after)
         self.post_attention_norm = norm("post_attention_norm", before, eps=of_stream)
-        self.gate_proj = Linear(make, f"{path}.gate_proj", (c.intermediate_size, D), bias=c.mlp_bias) if c.gated_mlp else None
-        self.up_proj = Linear(make, f"{path}.up_proj", (c.intermediate_size, D), bias=c.mlp_bias)
+        has_experts = layer in c.expert_layers
+        self.experts = Experts(c, make, f"{path}.experts", axis) if has_experts else None
+        self.gate_proj = None if has_experts or not c.gated_mlp else Linear(make, f"{path}.gate_proj", (F, D), bias=c.mlp_bias)
+        self.up_proj = None if has_experts else Linear(make, f"{path}.up_proj", (F, D), bias=c.mlp_bias)
         self.activation = XIELU(make, f"{path}.activation") if c.activation == XIELU_NAME else None
         self.is_gelu = c.activation == GELU
-        self.down_proj = Linear(make, f"{path}.down_proj", (D, c.intermediate_size), bias=c.mlp_bias, summed_over=axis)
+        self.down_proj = None if has_experts else Linear(make, f"{path}.down_proj", (D, F), bias=c.mlp_bias, summed_over=axis)
         self.mlp_output_norm = norm("mlp_output_norm", after)
 
     @property
@@ -281,7 +285,7 @@ class Block(nnx.Module):
         return self.post_attention_norm.add(x, added)
 
     def mlp_hidden(self, h: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
-        """The input of the MLP's last projection."""
+        """The input of the last projection of an MLP, in layers without experts."""
         if self.gate_proj is not None:
             weights, biases = _parameters(self.gate_proj, self.up_proj)
             if not self.is_gelu:
@@ -291,8 +295,8 @@ class Block(nnx.Module):
         return (relu2 if self.activation is None else self.activation)(self.up_proj(h))
 
     def mlp(self, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """What the MLP adds to the residual stream. h: as `mlp_input` returns it."""
-        added = self.down_proj(self.mlp_hidden(h))
+        """What the MLP, or the experts, add to the residual stream. h: as `mlp_input` returns it."""
+        added = self.down_proj(self.mlp_hidden(h)) if self.experts is None else self.experts(h)
         return added if self.mlp_output_norm is None else self.mlp_output_norm(added)
 
 

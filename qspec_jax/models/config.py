@@ -9,6 +9,7 @@ from typing import Any
 from qspec_jax.errors import InputError, flat, warn_once
 from qspec_jax.files import read_json
 from qspec_jax.models.config_values import Values
+from qspec_jax.models.experts_config import ExpertsConfig, read_experts
 from qspec_jax.models.families import ACTIVATION_NAMES, ARCHITECTURES, GATED, INPUT, OUTPUT, SILU, WRAPPERS, Wrapper
 from qspec_jax.models.rope_config import RopeConfig, read_local_rope, read_rope
 from qspec_jax.models.sliding_layers import read_window
@@ -36,6 +37,7 @@ class LlamaConfig:
         attention_scale: the products of queries and keys are multiplied by it; None: head_dim ** -0.5.
         residual_multiplier: what attention and MLP add to the residual stream is multiplied by it.
         logits_scaling: logits are divided by it.
+        experts: of layers that have experts instead of one MLP of `intermediate_size`; None if no layer has any.
     """
 
     architecture: str
@@ -68,6 +70,7 @@ class LlamaConfig:
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
     wrapper: str | None = None
+    experts: ExpertsConfig | None = None
     int4_weights: bool = False
 
     def __post_init__(self):
@@ -83,7 +86,18 @@ class LlamaConfig:
     @property
     def is_fusable(self) -> bool:
         """Whether `pallas_kernels.fused_layer` computes what is between two attentions: norms where Llama has them, and its MLP."""
-        return self.norms == INPUT and self.activation == SILU and not self.norm_offset
+        return self.norms == INPUT and self.activation == SILU and not self.norm_offset and self.experts is None
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """The layers that have experts instead of one MLP."""
+        return () if self.experts is None else self.experts.layers
+
+    @property
+    def mlp_sizes(self) -> dict[str, int]:
+        """The intermediate sizes of the model's MLPs, by what has them."""
+        sizes = {} if len(self.expert_layers) == self.num_layers else {"the MLP": self.intermediate_size}
+        return sizes if self.experts is None else sizes | {"each expert": self.experts.intermediate_size}
 
     @property
     def windowed_layers(self) -> tuple[int, ...]:
@@ -149,8 +163,12 @@ class _Reader(Values):
         raw = raw if self.wrapper is None else self.text_of(raw, WRAPPERS[self.wrapper])
         self.name = self.architecture_of(raw)
         whose = "" if self.wrapper is None else f", the text model of {self.wrapper},"
-        if any(mark in self.name.lower() for mark in ("moe", "mixtral")) or any(raw.get(key) for key in _EXPERTS):
-            raise self.error(f"{self.name}{whose} is a mixture of experts, which is not supported; a dense model is")
+        mixture = any(mark in self.name.lower() for mark in ("moe", "mixtral")) or any(raw.get(key) for key in _EXPERTS)
+        known = [name for name, family in ARCHITECTURES.items() if family.experts]
+        if mixture and self.name not in known:
+            raise self.error(
+                f"{self.name}{whose} is a mixture of experts that is not supported; {', '.join(known)} is, and dense models are"
+            )
         if self.name not in ARCHITECTURES:
             supported = ", ".join(ARCHITECTURES if self.wrapper else [*ARCHITECTURES, *WRAPPERS])
             raise self.error(f"architecture {self.name}{whose} is not supported; supported are {supported}")
@@ -245,6 +263,7 @@ class _Reader(Values):
             norms=self.architecture.norms,
             activation=self.architecture.activation,
             wrapper=self.wrapper,
+            experts=read_experts(self, layers) if self.architecture.experts else None,
             norm_offset=float(self.architecture.unit_offset),
             **{field: self.number(key, kind=float) for field, key in self.architecture.multipliers.items()},
         )

@@ -16,9 +16,13 @@ ACTIVATIONS = SILU, GELU, RELU2, XIELU = "silu", "gelu", "relu2", "xielu"
 # The names that config.json (`hidden_act`) has for them.
 ACTIVATION_NAMES = {SILU: ("silu", "swish"), GELU: ("gelu_pytorch_tanh",), RELU2: ("relu2",), XIELU: ("xielu",)}
 GATED = (SILU, GELU)
-# The layers that have a sliding window where config.json does not list them (`layer_types`): every layer, those from `max_window_layers`
-# on, those without RoPE, or all but the last, or the first, of each few.
-WINDOWED = ALL, FROM, WITHOUT_ROPE, BUT_LAST, BUT_FIRST = "all", "from", "without rope", "all but last", "all but first"
+# The layers that have a sliding window where config.json does not list them (`layer_types`): every layer, every one if
+# `use_sliding_window` is set, and then those from `max_window_layers` on or those without RoPE, or all but the last, or the first, of each
+# few.
+WINDOWED = ALL, ALL_IF_USED, FROM, WITHOUT_ROPE, BUT_LAST, BUT_FIRST = (
+    *("all", "all if used", "from", "without rope"),
+    *("all but last", "all but first"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +51,7 @@ class Architecture:
         query_pre_attn_scalar: whether the square root of this key takes the place of that of head_dim in attention.
         scaled_embeddings: whether embeddings are multiplied by the square root of hidden_size.
         nope: whether some layers have no RoPE (`no_rope_layers`).
+        experts: whether layers have experts instead of one MLP, as `num_experts` and other keys say (`experts_config`).
         whole_heads: whether transformers refuses heads that do not divide hidden_size, even if head_dim is given.
         only_longrope: whether longrope, under any of its names, is the only rope type besides the default.
         defaults: the values of keys that config.json lacks.
@@ -72,6 +77,7 @@ class Architecture:
     query_pre_attn_scalar: bool = False
     scaled_embeddings: bool = False
     nope: bool = False
+    experts: bool = False
     whole_heads: bool = False
     only_longrope: bool = False
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -133,6 +139,17 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "Qwen2ForCausalLM": Architecture("qwen2", qkv_bias=True, windowed=FROM, defaults=_QWEN_DEFAULTS),
     "Qwen3ForCausalLM": Architecture("qwen3", **_ATTENTION_BIAS, qk_norm=HEAD, windowed=FROM, defaults=_QWEN_DEFAULTS | dict(head_dim=128)),
+    "Qwen3MoeForCausalLM": Architecture(
+        "qwen3_moe",
+        **_ATTENTION_BIAS,
+        qk_norm=HEAD,
+        windowed=ALL_IF_USED,
+        experts=True,
+        defaults=dict(
+            **dict(max_position_embeddings=32768, num_key_value_heads=4, sliding_window=4096, mlp_only_layers=[]),
+            **dict(decoder_sparse_step=1, moe_intermediate_size=768, num_experts_per_tok=8, norm_topk_prob=False),
+        ),
+    ),
     "Phi3ForCausalLM": Architecture(
         "phi3",
         partial_rotary=True,

@@ -19,9 +19,9 @@ from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 
 MODEL = "model"  # the axis of a mesh over which a model is divided
-# Names of the axes of each weight [out, in], by the part of its path that identifies it, and of norms over all
-# heads; other norms are whole on every device.
-AXES: dict[str, tuple[str | None, str | None]] = {
+# Names of the axes of each weight, by the part of its path that identifies it: [out, in], or [experts, in, out] of all experts of a layer;
+# and of norms over all heads. Other norms and routers are whole on every device.
+AXES: dict[str, tuple[str | None, ...]] = {
     "embedding": ("vocab", None),
     "head": ("vocab", None),
     "q_proj": ("heads", None),
@@ -33,6 +33,9 @@ AXES: dict[str, tuple[str | None, str | None]] = {
     "gate_proj": ("ff", None),
     "up_proj": ("ff", None),
     "down_proj": (None, "ff"),
+    "gate": (None, None, "ff"),
+    "up": (None, None, "ff"),
+    "down": (None, "ff", None),
 }
 
 
@@ -49,13 +52,13 @@ def normal(mesh: Mesh) -> Mesh:
 def kv_copies(config: LlamaConfig, mesh: Mesh) -> int:
     """The number of devices of a mesh that have a copy of the same KV head: more than one if there are fewer heads than devices.
 
-    Raises InputError for a mesh with another axis than `MODEL`, and if its size does not divide the heads or the columns of the MLP.
+    Raises InputError for a mesh with another axis than `MODEL`, and if its size does not divide the heads or the columns of MLPs.
     """
     if mesh.axis_names != (MODEL,):
         axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
         raise InputError(f"the mesh has axes {axes}; a model is divided over a mesh of one axis, {MODEL}")
     devices, kv_heads = mesh.size, config.num_kv_heads
-    for name, size in (("attention heads", config.num_heads), ("columns of the MLP", config.intermediate_size)):
+    for name, size in {"attention heads": config.num_heads} | {f"columns of {who}": size for who, size in config.mlp_sizes.items()}.items():
         if size % devices:
             raise InputError(f"{devices} devices do not divide the model's {size} {name} evenly; {_numbers_of_devices(config)} do")
     if kv_heads % devices and devices % kv_heads:
@@ -68,7 +71,7 @@ def _numbers_of_devices(config: LlamaConfig) -> str:
     """The numbers of devices that a model can be divided over, as a text."""
 
     def fits(n: int) -> bool:
-        divides = config.num_heads % n == 0 and config.intermediate_size % n == 0
+        divides = all(size % n == 0 for size in (config.num_heads, *config.mlp_sizes.values()))
         return divides and (config.num_kv_heads % n == 0 or n % config.num_kv_heads == 0)
 
     return ", ".join(str(n) for n in range(1, min(config.num_heads, 64) + 1) if fits(n))
@@ -79,7 +82,7 @@ def weight_sharding(path: str, shape: tuple[int, ...], mesh: Mesh | None) -> jax
 
     A vocabulary that the number of devices does not divide is whole on all of them.
 
-    shape: of the whole array; its first two axes, if it has two, are outputs and inputs, in any format of weights.
+    shape: of the whole array; its first two axes, if it has two, are outputs and inputs, in any format of weights but that of experts.
     """
     if mesh is None:
         return jnp.zeros(()).sharding

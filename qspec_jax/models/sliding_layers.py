@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from qspec_jax.models.config_values import Values
-from qspec_jax.models.families import ALL, BUT_FIRST, BUT_LAST, FROM, WITHOUT_ROPE, Architecture
+from qspec_jax.models.families import ALL, ALL_IF_USED, BUT_FIRST, BUT_LAST, FROM, WITHOUT_ROPE, Architecture
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -25,7 +25,7 @@ def read_window(values: Values, architecture: Architecture, layers: int, nope_la
         raise values.error(f"layer_types {types!r} should be a list of {_FULL} and {_SLIDING}")
     if types is not None and len(types) != layers:
         raise values.error(f"layer_types should have an entry for each of {layers} layers, and has {len(types)}")
-    if types is not None and architecture.windowed != ALL:
+    if types is not None and architecture.windowed not in (ALL, ALL_IF_USED):
         found = tuple(i for i, each in enumerate(types) if each == _SLIDING)
         if found and architecture.windowed is None:
             raise values.error(f"layer_types has {_SLIDING}, which is not supported for this architecture; only full attention is")
@@ -52,6 +52,8 @@ def _by_rule(values: Values, architecture: Architecture, layers: int, nope_layer
             return ()
         case rule if rule == ALL:
             return tuple(range(layers))
+        case rule if rule == ALL_IF_USED:
+            return tuple(range(layers)) if values.flag("use_sliding_window") else ()
         case rule if rule == FROM:
             first = values.number("max_window_layers", above=-1) if values.flag("use_sliding_window") else layers
             return tuple(range(first, layers))

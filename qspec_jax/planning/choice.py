@@ -16,7 +16,7 @@ from qspec_jax.models.config import LlamaConfig
 from qspec_jax.planning import cpu, timing
 from qspec_jax.planning.acceptance import ACCEPTANCE
 from qspec_jax.planning.devices import Device, stored_device
-from qspec_jax.planning.operations import linear_shapes
+from qspec_jax.planning.operations import layer_kinds, linear_shapes
 from qspec_jax.planning.plan_report import PlannedRow
 from qspec_jax.planning.planner import Planner
 from qspec_jax.planning.steps import outlined, outlined_draft
@@ -73,6 +73,8 @@ class Setting:
             return f"stored costs are those of kernels, which there are none of for a head_dim of {self.model.head_dim}"
         if self.cache.name not in ("full", "int8"):
             return f"no costs are stored for the {self.cache.name} cache"
+        if self.model.experts is not None:
+            return "stored costs are those of kernels, which there are none of for experts"
         size = self.cache.group_size_for(self.model.head_dim)
         if self.cache.kind != "full" and size not in GROUP_SIZES:
             return f"stored costs are those of kernels, which there are none of for groups of {size} tokens"
@@ -81,7 +83,7 @@ class Setting:
 
 def without_kernels(config: LlamaConfig) -> str | None:
     """The reason why no draft pays on a GPU for a model of this shape: its linear layers have no kernels. None if they have."""
-    for outputs, inputs in linear_shapes(config):
+    for outputs, inputs in (shape for layer in layer_kinds(config) for shape in linear_shapes(config, layer)):
         if inputs % GROUP_SIZE or outputs % OUTPUTS:
             return (
                 f"a linear layer of {inputs} inputs and {outputs} outputs runs in plain JAX, where drafts are slower than decoding without "

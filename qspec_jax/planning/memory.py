@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pallas_kernels.formats.views import BOTH_PLANES
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.models.config import LlamaConfig
-from qspec_jax.planning.operations import head_bytes, int4_bytes, layer_weight_bytes, model_bytes
+from qspec_jax.planning.operations import head_bytes, int4_bytes, layer_kinds, layer_weight_bytes, model_bytes
 from qspec_jax.planning.steps import OutlinedDraft
 
 # Arrays that prefill holds for each token besides the cache: of the hidden state's width, and of a layer's keys and values. Those of a full
@@ -45,15 +45,16 @@ def memory_of(
     steps = [each for each in drafts if each.model is not None]
     shared = [each for each in steps if not each.model.own_model]
     # Drafts of the target's own model have its INT4 weights in common, and those that step the same layers their head too.
-    own = sum(4 in bits for bits in zip(*(each.weight_bits for each in shared)))
-    draft = 0 if config.int4_weights else own * int4_bytes(config)
+    own = [i for i, bits in enumerate(zip(*(each.weight_bits for each in shared))) if 4 in bits]
+    draft = 0 if config.int4_weights else sum(count * int4_bytes(config, i) for i, count in layer_kinds(config, own).items())
     heads = {each.weight_bits for each in shared if each.head_bits == 8}
     decoding = len(heads) * head_bytes(config, 8)  # made after prefill
     shapes = cache.outline(config, context + new_tokens, gamma)
     for each in steps:
         own = each.model.step.model.config
         if each.model.own_model:
-            draft += model_bytes(own) + sum(layer_weight_bytes(own, bits) - layer_weight_bytes(own, 16) for bits in each.weight_bits)
+            changed = (layer_weight_bytes(own, bits, i) - layer_weight_bytes(own, 16, i) for i, bits in enumerate(each.weight_bits))
+            draft += model_bytes(own) + sum(changed)
         if each.model.own_cache:
             held, _ = each.model.cache_read(shapes).bytes_of_reads(0, each.model.holds(context, context + new_tokens, gamma))
             draft += batch * own.num_layers * held

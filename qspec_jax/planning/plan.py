@@ -211,6 +211,11 @@ def _notes(config: LlamaConfig, device: Device, batches: Sequence[int], rows: Se
         notes.append(f"INT4 weights have no kernel there for more than {most} rows; above, they are dequantized in every step")
     if device.kernels == "mosaic_gpu" and not config.is_fusable:
         notes.append(f"layers of {config.architecture} have no fused kernel: each of their matrices is multiplied in a launch of its own")
+    if config.experts is not None:
+        notes.append(
+            f"a token reads {config.experts.chosen} of {config.experts.count} experts, and several are counted as if each chose at random; "
+            "experts run in plain JAX, which reads more, and whose time was not measured"
+        )
     if config.dtype not in ("bfloat16", "float16"):
         notes.append(f"planned in bfloat16; the checkpoint is in {config.dtype}")
     for batch in batches:

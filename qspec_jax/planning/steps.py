@@ -120,6 +120,6 @@ def outlined_draft(draft: Draft) -> OutlinedDraft:
         return OutlinedDraft(draft)
 
     def int4_layer(block):
-        return isinstance(block.down_proj.weight.get_value(), Int4Weight)
+        return isinstance(block.o_proj.weight.get_value(), Int4Weight)
 
     return OutlinedDraft(draft, tuple(4 if int4_layer(block) else 16 for block in draft.step.model.layers))

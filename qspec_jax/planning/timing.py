@@ -25,8 +25,10 @@ from qspec_jax.planning.operations import (
     Work,
     int4_bytes,
     int4_matrix_bytes,
+    layer_kinds,
     linear_parameters,
     linear_shapes,
+    matrix_parameters,
     pass_work,
     prefill_work,
 )
@@ -141,16 +143,18 @@ def pass_cost(device: Device, reads: StepReads, group_size: int, *, batch: int =
     configurations are found. observe: finding what they attend to as well."""
     work = pass_work(reads, batch=batch, tokens=tokens)
     c, rows = reads.config, batch * tokens
-    int4 = sum(layer.weight_bits == 4 for layer in reads.layers)
-    own = work.linear.stored_bytes - int4 * int4_bytes(c)
-    share = 1 - int4 * linear_parameters(c) / (len(reads.layers) * linear_parameters(c) + c.vocab_size * c.hidden_size)
+    quantized = [i for i, layer in enumerate(reads.layers) if layer.weight_bits == 4]
+    int4 = layer_kinds(c, quantized)
+    own = work.linear.stored_bytes - sum(count * int4_bytes(c, i) for i, count in int4.items())
+    in_int4 = sum(count * linear_parameters(c, i) for i, count in int4.items())
+    share = 1 - in_int4 / (matrix_parameters(c) + c.vocab_size * c.hidden_size)
     rest = Work(share * work.linear.flops, own, work.linear.activation_bytes)
-    counts = Counter({("layer_one_row" if rows == 1 else "layer_rows"): len(reads.layers) - int4})
+    counts = Counter({("layer_one_row" if rows == 1 else "layer_rows"): len(reads.layers) - len(quantized)})
     counts["layer_batch"] = (batch - 1) * len(reads.layers)
     of_cache = math.ceil(tokens / MAX_ROUND_TOKENS) * batch * reads.cache_bytes / device.read_bytes_per_s
     cost = Cost(_roofline(device, rest) + of_cache, counts, batch * reads.host_bytes / device.host_bytes_per_s)
-    if int4:
-        cost += int4 * _int4_layer(device, c, rows)
+    for number, count in int4.items():
+        cost += count * _int4_layer(device, c, number, rows)
     for layer, count in Counter(reads.layers).items():
         cost += count * attention_cost(device, c, layer, group_size, batch=batch, tokens=tokens, observe=observe)
     return cost
@@ -178,23 +182,23 @@ def _roofline(device: Device, work: Work) -> float:
     return max(work.bytes / device.read_bytes_per_s, work.flops / (device.flops_per_s * FITTED.prefill_share))
 
 
-def _int4_layer(device: Device, config: LlamaConfig, rows: int) -> Cost:
+def _int4_layer(device: Device, config: LlamaConfig, layer: int, rows: int) -> Cost:
     """The linear layers of a layer in INT4: fused in one launch, one launch each, or the reference where there are too many rows."""
     if rows > max_int4_rows(device):
-        dequantized = 2 * REFERENCE_ITEM_BYTES * linear_parameters(config)
-        return Cost((int4_bytes(config) + dequantized) / device.read_bytes_per_s, Counter(layer_rows=1))
+        dequantized = 2 * REFERENCE_ITEM_BYTES * linear_parameters(config, layer)
+        return Cost((int4_bytes(config, layer) + dequantized) / device.read_bytes_per_s, Counter(layer_rows=1))
     pieces = rows * math.ceil(config.hidden_size / FUSED_WIDTH)
     fusable = config.is_fusable and not (config.output_bias or config.mlp_bias)
     fused = fusable and device.kernels == "mosaic_gpu" and rows <= FUSED_ROWS and pieces <= FUSED_PIECES
     if not fused:
         cost = Cost(0.0, Counter(launch_small=4))  # two norms, RoPE, the gated activation
-        for out, inputs in linear_shapes(config):
+        for out, inputs in linear_shapes(config, layer):
             cost += int4_matmul_cost(device, out, inputs, rows)
         return cost
     counts = Counter(layer_int4=1)
-    for out, inputs in linear_shapes(config):
+    for out, inputs in linear_shapes(config, layer):
         counts.update(_int4_tiles(out, inputs, rows))
-    return Cost(int4_bytes(config) / device.read_bytes_per_s, counts)
+    return Cost(int4_bytes(config, layer) / device.read_bytes_per_s, counts)
 
 
 def int4_kernels(device: Device) -> list[dispatch.Kernel]:

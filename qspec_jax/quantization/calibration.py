@@ -56,9 +56,9 @@ def quantize_linears_for(model: Llama, texts: Sequence[Sequence[int]], *, progre
         x, moments = _block(block, x, angles, valid)
         if not all(bool(jnp.isfinite(m).all()) for m in moments.values()):
             raise InputError(f"calibration: layer {i} has activations that are not finite; use a wider dtype or do not calibrate")
-        for source, names in READERS.items():
-            paths = [path for name in names if (path := f"layers.{i}.{name}.weight") in weights]
-            weights |= zip(paths, _quantized([weights[path] for path in paths], moments[source]))
+        for source, second in moments.items():
+            paths = [path for name in READERS[source] if (path := f"layers.{i}.{name}.weight") in weights]
+            weights |= zip(paths, _quantized([weights[path] for path in paths], second))
     return model.with_weights(weights)
 
 
@@ -66,7 +66,10 @@ def quantize_linears_for(model: Llama, texts: Sequence[Sequence[int]], *, progre
 def _block(
     block: Block, x: Float[Array, "B S D"], angles: Angles, valid: Bool[Array, "B S"]
 ) -> tuple[Float[Array, "B S D"], dict[str, Array]]:
-    """A block's output, and for each hidden state h that its linear layers read, the second moments: h h^T summed over valid tokens."""
+    """A block's output, and for each hidden state h that its linear layers read, the second moments: h h^T summed over valid tokens.
+
+    Experts are left out, as drafts read the target's own.
+    """
 
     def moments(h: Float[Array, "B S in"]) -> Float[Array, "in in"]:
         h = jnp.where(valid[..., None], h, 0).astype(accumulation_dtype(h.dtype))
@@ -76,7 +79,9 @@ def _block(
     attended = attend_prompt(q, k, v, window=block.window)
     found = {"attention": moments(block.attention_input(x)), "attended": moments(attended.reshape(*attended.shape[:2], -1))}
     x, h = block.add_attention(x, attended)
-    return x + block.mlp(h), found | {"mlp": moments(h), "mlp_hidden": moments(block.mlp_hidden(h))}
+    if block.experts is None:
+        found |= {"mlp": moments(h), "mlp_hidden": moments(block.mlp_hidden(h))}
+    return x + block.mlp(h), found
 
 
 def _quantized(weights: Sequence[Array], moments: Float[Array, "in in"]) -> list[Int4Weight]:
