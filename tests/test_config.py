@@ -10,6 +10,7 @@ from checkpoints import CASES, MODEL_TYPES, OTHER_TYPES, ROPE_TYPES, WRAPPER, hf
 
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
+from qspec_jax.models.experts_config import ExpertsConfig
 from qspec_jax.models.rope_config import RopeConfig
 
 LLAMA, MISTRAL, QWEN2, QWEN3 = MODEL_TYPES
@@ -298,8 +299,8 @@ def test_max_length(settings, longest):
         ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         ({"layer_types": "full_attention"}, "layer_types"),
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is a mixture of experts"),
-        ({"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM is a mixture of experts"),
-        ({"num_local_experts": 8}, "LlamaForCausalLM is a mixture of experts"),
+        ({"architectures": ["Qwen2MoeForCausalLM"], "model_type": ...}, "Qwen2MoeForCausalLM is a mixture of experts"),
+        ({"num_local_experts": 8}, "LlamaForCausalLM is a mixture of experts that is not supported; Qwen3MoeForCausalLM is, and dense"),
     ],
 )
 def test_refused(change, named):
@@ -320,13 +321,12 @@ def test_refused(change, named):
         ("Glm4ForCausalLM", {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5, should be at most 1"),
         ("Ministral3ForCausalLM", {"rope_parameters": {"rope_type": "default"}}, "llama_4_scaling_beta is missing"),
         ("HunYuanDenseV1ForCausalLM", {"rope_parameters": {"rope_type": "dynamic", "alpha": -1}}, "alpha is -1, should be more than 0"),
-        # The layers that do not have the window have no RoPE, so that even a window of all positions matters.
-        ("Qwen3MoeForCausalLM", {}, "Qwen3MoeForCausalLM is a mixture of experts"),
+        ("Qwen3MoeForCausalLM", {"num_experts_per_tok": 129}, "num_experts_per_tok is 129, should be at most num_experts, which is 128"),
+        ("Qwen3MoeForCausalLM", {"mlp_only_layers": [2]}, "mlp_only_layers is [2], should be a list of layers, from 0 to 1"),
     ],
 )
 def test_what_a_family_refuses(architecture, change, named):
-    base = hf_config(LLAMA) | {"architectures": [architecture], "model_type": ...} if "Moe" in architecture else hf_config(architecture)
-    refused({key: value for key, value in (base | change).items() if value is not ...}, named)
+    refused(hf_config(architecture, **change), named)
 
 
 def test_absent_keys_of_families():
@@ -349,6 +349,9 @@ def test_absent_keys_of_families():
         16384,
     )
     assert read("Exaone4", sliding_window=None, num_key_value_heads=8).qk_norm == "head"
+    moe = read("Qwen3Moe")
+    assert (moe.head_dim, moe.num_kv_heads, moe.max_position_embeddings, moe.qk_norm) == (32, 4, 32768, "head")
+    assert moe.experts == ExpertsConfig((0, 1), 128, 8, 768, normalized=False)
 
 
 def test_hunyuan_stretches_theta():
@@ -381,7 +384,7 @@ def test_a_multimodal_model_is_read_as_its_text_model():
             {"text_config": {"model_type": "other_text"}},
             f"of model type other_text, the text model of {WRAPPER}, is not supported; supported",
         ),
-        ({"text_config": {"model_type": "qwen3_moe"}}, f"of model type qwen3_moe, the text model of {WRAPPER}, is a mixture of experts"),
+        ({"text_config": {"model_type": "qwen2_moe"}}, f"of model type qwen2_moe, the text model of {WRAPPER}, is a mixture of experts"),
         ({"text_config": hf_config(MISTRAL, num_experts=8)}, f"MistralForCausalLM, the text model of {WRAPPER}, is a mixture of experts"),
         ({"text_config": []}, "text_config is [], should be an object"),
         ({"text_config": None}, f"text_config is missing, the settings of the text model of {WRAPPER}"),

@@ -54,8 +54,8 @@ from qspec_jax.quantization.weights import is_linear, quantize_linears
 
 # One of each family.
 FAMILIES = [name for name in FAMILY_CASES if name not in ("granite-biases", "phi3-partial-longrope", "glm4-whole", "qwen3_moe-mixed")]
-# After OLMo's norms, with a share of RoPE, after a norm that follows RoPE, with an activation that has weights, with a query scale, and with
-# experts.
+# After OLMo's norms, with a share of RoPE, after a norm that follows RoPE, with an activation that has weights, with a query scale, and
+# with experts.
 DIFFERENT = ["olmo2-widths", "glm4-partial", "hunyuan-alpha", "apertus-xielu", "ministral3-scaled", "qwen3_moe-experts"]
 WITH_WINDOWS = [name for name in WINDOW_CASES if name != "mistral-window"]  # which has no layer without one
 GREEDY = GenerationConfig(group_size=8, max_new_tokens=24, ignore_eos=True, num_speculative_tokens=3)

@@ -58,7 +58,8 @@ def kv_copies(config: LlamaConfig, mesh: Mesh) -> int:
         axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
         raise InputError(f"the mesh has axes {axes}; a model is divided over a mesh of one axis, {MODEL}")
     devices, kv_heads = mesh.size, config.num_kv_heads
-    for name, size in {"attention heads": config.num_heads} | {f"columns of {who}": size for who, size in config.mlp_sizes.items()}.items():
+    columns = {f"columns of {name}": size for name, size in config.mlp_sizes.items()}
+    for name, size in {"attention heads": config.num_heads, **columns}.items():
         if size % devices:
             raise InputError(f"{devices} devices do not divide the model's {size} {name} evenly; {_numbers_of_devices(config)} do")
     if kv_heads % devices and devices % kv_heads:
