@@ -77,10 +77,16 @@ def one_by_one(x, chosen, shares, gate, up, down) -> np.ndarray:
     return np.stack([sum(s * mlp(row, e) for e, s in zip(*each)) for row, *each in zip(x, chosen, shares)])
 
 
+@pytest.fixture(params=["cpu", "tpu"])
+def platform(request, monkeypatch):
+    """Where `ragged_dot` is expanded to every expert, and where it is not."""
+    monkeypatch.setattr(reference, "platform", lambda: request.param)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 40])
-@pytest.mark.parametrize("max_bytes", [1, 9 * COUNT * CHOSEN * WIDTH * 8, 1 << 28])
-def test_each_row_goes_through_its_experts(rows, max_bytes, monkeypatch):
-    """The matrices of few rows are gathered; many rows are sorted, in parts of one row, of up to nine, or all at once."""
+@pytest.mark.parametrize("max_bytes", [1, 9 * COUNT * WIDTH * 8, 1 << 28])
+def test_each_row_goes_through_its_experts(rows, max_bytes, monkeypatch, platform):
+    """The matrices of few rows are gathered; many rows go through all experts, in parts of one row, of nine, or all at once."""
     monkeypatch.setattr(reference, "MAX_BYTES", max_bytes)
     with jax.enable_x64(True):
         given = problem(rows)
@@ -88,10 +94,10 @@ def test_each_row_goes_through_its_experts(rows, max_bytes, monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [2, 9])
-def test_rows_do_not_matter_to_each_other(rows):
+def test_rows_do_not_matter_to_each_other(rows, platform):
     """Whatever the rows of padding hold, and whichever experts they choose."""
     x, chosen, shares, *matrices = (jnp.asarray(each, jnp.float32 if each.dtype == float else jnp.int32) for each in problem(rows))
-    run = jax.jit(expert_mlps)
+    run = jax.jit(functools.partial(expert_mlps))  # a function of its own, which is traced again for another platform
     expected = run(x, chosen, shares, *matrices)
     for value in (0.0, jnp.inf, jnp.nan):
         found = run(x.at[-1].set(value), chosen.at[-1].set(chosen[0]), shares.at[-1].set(value), *matrices)
@@ -105,6 +111,16 @@ def test_few_rows_read_the_experts_that_they_choose_alone():
     assert np.array_equal(found, expert_mlps(x, chosen, shares, *matrices))
 
 
+def test_an_expert_that_a_row_does_not_choose_does_not_matter():
+    """Not even if its output is infinite."""
+    x, chosen, shares, gate, up, down = (jnp.asarray(each, jnp.float32 if each.dtype == float else jnp.int32) for each in problem(9))
+    huge = up.at[COUNT - 1].set(jnp.inf)
+    found, expected = expert_mlps(x, chosen, shares, gate, huge, down), expert_mlps(x, chosen, shares, gate, up, down)
+    others = np.asarray((chosen != COUNT - 1).all(1))
+    assert np.array_equal(found[others], expected[others]) and not np.isfinite(found[~others]).all()
+
+
+@pytest.mark.usefixtures("platform")
 def test_products_are_rounded_where_those_of_an_mlp_are():
     """In bfloat16: those of gate and up; the outputs of experts are added up in float32."""
     given = [jnp.asarray(each, jnp.bfloat16 if each.dtype == float else jnp.int32) for each in problem(9)]
