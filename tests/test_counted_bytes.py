@@ -36,11 +36,11 @@ def test_random_models_have_the_shapes_of_real_ones(model):
 
 def test_parameters_of_known_architectures():
     count = {}
-    for name in ("llama-2-7b", "llama-3.1-8b", "llama-3.2-1b", "llama-2-13b", "mistral-7b", "gemma-3-12b", "seed-oss-36b"):
+    for name in ("llama-2-7b", "llama-3.1-8b", "llama-3.2-1b", "llama-2-13b", "mistral-7b", "gemma-3-12b", "seed-oss-36b", "qwen3-30b-a3b"):
         weights = jax.eval_shape(lambda name=name: random_model(architecture(name)).weights())
         count[name] = sum(x.size for x in jax.tree.leaves(weights)) / 1e9
     expected = {"llama-2-7b": 6.738, "llama-3.1-8b": 8.030, "llama-3.2-1b": 1.236, "llama-2-13b": 13.016, "mistral-7b": 7.248}
-    expected |= {"gemma-3-12b": 11.766, "seed-oss-36b": 36.151}  # of Gemma the text model alone
+    expected |= {"gemma-3-12b": 11.766, "seed-oss-36b": 36.151, "qwen3-30b-a3b": 30.532}  # of Gemma the text model alone
     assert count == pytest.approx(expected, abs=1e-3) and set(expected) < set(ARCHITECTURES)
 
 

@@ -22,7 +22,7 @@ from convert import convert, verify
 from pallas_kernels.dispatch import watched
 from pallas_kernels.experts import expert_mlps, reference
 from pallas_kernels.formats.weights import Int4Weight
-from qspec_jax.bench.architectures import random_model
+from qspec_jax.bench.architectures import architecture, random_model
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.huggingface import Source
 from qspec_jax.checkpoints.info import model_info
@@ -255,6 +255,10 @@ def test_quantized_checkpoints(name, tmp_path):
         assert verify(source, tmp_path / "out", progress=False).wrong == []
 
 
+def test_the_first_layers_of_a_shape_have_experts():
+    assert architecture("qwen3-30b-a3b", layers=2).expert_layers == (0, 1)
+
+
 def test_devices_that_do_not_divide_experts(directory, tmp_path):
     source = write_checkpoint(tmp_path / "hf", CASES[EXPERTS] | {"moe_intermediate_size": 18})
     with pytest.raises(InputError, match="4 devices do not divide the model's 18 columns of each expert evenly; 1, 2 do"):
@@ -338,6 +342,7 @@ def test_info_and_plan_and_auto(directory, run):
     config = bfloat16(MIXED)
     notes = plan(MIXED, config, DEVICES["h100"], [64], [1], drafts=["quantspec"], gammas=[3], max_new_tokens=8).notes
     assert any("a token reads 2 of 5 experts" in note and "was not measured" in note for note in notes)
-    wide = dataclasses.replace(config, hidden_size=128, head_dim=64, num_heads=4, num_kv_heads=2, intermediate_size=256)
-    found = choose(Setting(wide, "bfloat16", CacheConfig("int8", 128), DEVICES["h200"].kind), context=64, batch=1)
-    assert "which there are none of for experts" in found.reason
+    setting = Setting(architecture("qwen3-30b-a3b"), "bfloat16", CacheConfig(), DEVICES["h200"].kind)
+    found = choose(setting, context=4096, batch=1)
+    assert found.draft == "none" and "reads 8 of 128 experts for each of them" in found.reason
+    assert setting.costed() == "stored costs are those of kernels, which there are none of for experts"

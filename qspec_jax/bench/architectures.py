@@ -59,6 +59,16 @@ _SEED_OSS = {
     "attention_out_bias": False,
     "rope_theta": 1e7,
 }
+_QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "head_dim": 128,
+    "rope_theta": 1e6,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}
 
 ARCHITECTURES = {
     "llama-2-7b": _llama(32000, 4096, 11008, 32, 32, 32),
@@ -69,6 +79,7 @@ ARCHITECTURES = {
     "mistral-7b": _llama(32768, 4096, 14336, 32, 32, 8, rope_theta=1e6),
     "gemma-3-12b": _llama(262208, 3840, 15360, 48, 16, 8, **_GEMMA_3),
     "seed-oss-36b": _llama(155136, 5120, 27648, 64, 80, 8, **_SEED_OSS),
+    "qwen3-30b-a3b": _llama(151936, 2048, 6144, 48, 32, 4, **_QWEN3_MOE),
     "smollm2-135m": _llama(49152, 576, 1536, 30, 9, 3, rope_theta=100000.0, head_dim=64, tie_word_embeddings=True),
     "tiny": _llama(256, 256, 512, 2, 4, 2),
 }
@@ -85,7 +96,10 @@ def architecture(name: str, layers: int | None = None) -> LlamaConfig:
     if layers is None:
         return config
     nope, sliding = (tuple(layer for layer in found if layer < layers) for found in (config.nope_layers, config.sliding_layers))
-    return dataclasses.replace(config, num_layers=layers, nope_layers=nope, sliding_layers=sliding)
+    config = dataclasses.replace(config, num_layers=layers, nope_layers=nope, sliding_layers=sliding)
+    if config.experts is None:
+        return config
+    return dataclasses.replace(config, experts=dataclasses.replace(config.experts, layers=tuple(range(layers))))
 
 
 def check_gpu(name: str) -> None:

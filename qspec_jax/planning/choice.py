@@ -82,7 +82,10 @@ class Setting:
 
 
 def without_kernels(config: LlamaConfig) -> str | None:
-    """The reason why no draft pays on a GPU for a model of this shape: its linear layers have no kernels. None if they have."""
+    """The reason why no draft pays on a GPU for a model of this shape: its linear layers or experts have no kernels. None if all have."""
+    if config.experts is not None:
+        chosen = f"{config.experts.chosen} of {config.experts.count} experts"
+        return f"experts run in plain JAX, where verifying several tokens reads {chosen} for each of them, and tokens one by one take less"
     for outputs, inputs in (shape for layer in layer_kinds(config) for shape in linear_shapes(config, layer)):
         if inputs % GROUP_SIZE or outputs % OUTPUTS:
             return (
