@@ -17,9 +17,11 @@ from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.reading import extend, prefill
 from qspec_jax.decoding.saving import load_state, save_state
 from qspec_jax.decoding.scoring import score
+from qspec_jax.drafts import make_draft
 from qspec_jax.errors import HostMemoryError, InputError
 from qspec_jax.evaluate.scoring import token_logprobs
 from qspec_jax.models.sharding import model_mesh
+from qspec_jax.states.fingerprint import fingerprint
 
 TEXT = random_prompts([170])[0]
 SPECACHE = "specache:bits=1,residual=16,k=3"
@@ -144,3 +146,15 @@ def test_states_of_a_divided_model(tmp_path, request, draft, cache):
         for file in (1, 4):
             again = generate(model, load_state(tmp_path / f"{file}.state", model, config=settings), config=settings)
             assert again.token_ids[0] == found[1][2][0] and again.stats.rows[0] == found[1][3][0]
+
+
+@pytest.mark.several_devices
+def test_fingerprints_of_divided_weights(tmp_path, request):
+    """Programs that exchange something must not queue up: simulated devices wait for each other in vain, and end the process after 40 s."""
+    devices = simulated_devices.devices(request, 4)
+    shape = dict(num_hidden_layers=2, num_key_value_heads=4, max_position_embeddings=512, intermediate_size=128)
+    checkpoint = write_checkpoint(tmp_path / "hf", hf_config(**shape))
+    one, divided = (load_model(checkpoint, dtype="float64", mesh=mesh) for mesh in (None, model_mesh(devices)))
+    assert fingerprint(divided) == fingerprint(one)
+    draft = make_draft("quantspec", divided)
+    assert len({fingerprint((divided, draft)) for _ in range(30)}) == 1

@@ -17,7 +17,8 @@ def fingerprint(tree: Any) -> str:
     Sums of all numbers, mixed with their places, are formed on the device in integers, so that their order makes no difference.
     """
     arrays = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
-    sums = jax.device_get([_sums(leaf) for _, leaf in arrays])
+    # One after the other: simulated devices wait for each other in vain where programs that exchange something queue up (XLA, CPU).
+    sums = [jax.device_get(_sums(leaf)) for _, leaf in arrays]
     digest = hashlib.sha256()
     for (path, leaf), of_leaf in zip(arrays, sums, strict=True):
         digest.update(repr((path, leaf.shape, str(leaf.dtype), of_leaf.tolist())).encode())
