@@ -63,6 +63,14 @@ def test_each_of_them_is_chosen_somewhere():
     assert all(6 <= each.gamma <= 12 for each in found[:2]) and found[2].gamma == 0
 
 
+def test_no_draft_is_chosen_that_saves_next_to_nothing():
+    """A draft shares INT4 weights of the target, and so saves reads of the cache and the head alone: at a short context next to nothing."""
+    packed = setting(dataclasses.replace(LLAMA_8B, int4_weights=True))
+    short, long = (choose(packed, context=context, batch=1) for context in (4096, 32768))
+    assert (short.draft, long.draft) == ("none", "sparse")
+    assert short.reason.endswith("no draft saves 2%") and "no draft saves" not in long.reason
+
+
 def test_no_draft_is_chosen_for_a_shape_without_kernels(run):
     """576 inputs are no whole groups of 128; on a CPU the choice is another."""
     small = architecture("smollm2-135m")
@@ -398,6 +406,7 @@ def test_a_run_is_known_by_what_was_chosen(run, directory, tmp_path, on_h200, mo
         raise KeyboardInterrupt
 
     monkeypatch.setattr(batch_command, "decode_lines", killed)
+    monkeypatch.setattr(choice, "MIN_SAVING", 0)  # or no draft would be chosen for a model so small
     command = lambda *more: run("batch", source, output, "--model", directory, "--max-new-tokens", 8, *more)
     assert command("--draft", "auto", "--adaptive")[0] == 130
     (config,) = {(each.draft, each.num_speculative_tokens) for each in ran[0]}
