@@ -162,6 +162,16 @@ def test_equal_samples_are_said(run, directory, caplog, tmp_path):
             assert any("because decoding is greedy" in message for message in caplog.messages) is says
 
 
+def test_prompts_and_samples_are_counted_apart(run, directory, tmp_path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    for samples, said in ((3, "2 prompts, 4 samples, "), (1, "2 prompts, ")):
+        source.write_text("".join(json.dumps({"prompt": "a", "n": n, "temperature": 1, "seed": 0}) + "\n" for n in (1, samples)))
+        code, _, err = run("batch", "--model", directory, *SETTINGS, "--overwrite", source, out)
+        assert code == 0 and f": {said}" in err and ("samples, " in err) == (samples > 1)
+    (code, text, _) = run("batch", "--model", directory, *SETTINGS, "--overwrite", "--json", source, out)
+    assert code == 0 and (json.loads(text)["prompts"], json.loads(text)["samples"]) == (2, 2)
+
+
 def test_the_seed_of_lines_that_sample_is_said(run, directory, caplog, tmp_path):
     for own, says in (({}, True), ({"seed": 3}, False)):
         (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "a", "temperature": 1} | own) + "\n" + json.dumps({"prompt": "b"}))

@@ -201,10 +201,12 @@ def batch(
             if todo:
                 rows = [row for row, i in enumerate(line_of_rows(good)) if good[i].number not in journal.done]
                 stats = decode_lines(prepared.select(rows), [good[i] for i in todo], journal, rows_at_once, refill, places, quiet=quiet)
-            report |= dataclasses.asdict(stats) | stats.rates
+            report |= dataclasses.asdict(stats) | stats.rates | {"prompts": len(todo), "samples": stats.prompts}
             skipped = f", {report['wrong']} lines wrong" if report["wrong"] else ""
             busy = "" if stats.rates["busy_slots"] is None else f"; {stats.rates['busy_slots']:.1%} of places busy"
-            done = f"{stats.prompts} prompts{skipped}, {stats.new_tokens:,} tokens, {in_words(stats)}{busy}" if stats.prompts else ""
+            samples = f", {stats.prompts} samples" if stats.prompts > len(todo) else ""
+            figures = f"{stats.new_tokens:,} tokens, {in_words(stats)}{busy}"
+            done = f"{len(todo)} prompts{samples}{skipped}, {figures}" if todo else ""
         else:
             settings = dict(batch_size=rows_at_once, actors=ray_actors, dtype=dtype and str(dtype), seed=seed, columns=columns)
             directory = checkpoints.directory.resolve()
