@@ -338,7 +338,10 @@ def test_info_and_plan_and_auto(directory, run):
     info = model_info(directory(EXPERTS))
     assert info.experts.count == 12 and info.parameters - info.token_parameters == 2 * 10 * 3 * 64 * 32
     code, out, _ = run("info", directory(EXPERTS))
-    assert code == 0 and "12 of 32 in 2 layers; a token goes through 2" in " ".join(out.split())
+    said = " ".join(out.split())
+    assert code == 0 and "12 of 32 in 2 layers, 2 for each token" in said
+    assert f"of which a token goes through {info.token_parameters:,}" in said
+    assert "MLP" not in said and "MLP 96" in run("info", directory(MIXED))[1]
     config = bfloat16(MIXED)
     notes = plan(MIXED, config, DEVICES["h100"], [64], [1], drafts=["quantspec"], gammas=[3], max_new_tokens=8).notes
     assert any("a token reads 2 of 5 experts" in note and "was not measured" in note for note in notes)

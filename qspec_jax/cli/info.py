@@ -31,10 +31,12 @@ def info(
 
 def _info_table(found: ModelInfo) -> Table:
     table = Table("", "", box=None, show_header=False, padding=(0, 3, 0, 0))
+    experts = found.experts
+    mlp = "" if experts is not None and len(experts.layers) == found.num_layers else f", MLP {found.intermediate_size}"
     rows: dict[str, Any] = {
         "architecture": f"{found.architecture}, stored in {found.dtype}",
         "parameters": f"{found.parameters:,}",
-        "layers": f"{found.num_layers} of {found.hidden_size}, MLP {found.intermediate_size}",
+        "layers": f"{found.num_layers} of {found.hidden_size}{mlp}",
         "heads": f"{found.num_heads} query, {found.num_kv_heads} KV, of {found.head_dim}",
         "vocabulary": f"{found.vocab_size:,}, embeddings {'tied' if found.tie_word_embeddings else 'not tied'}",
         "positions": f"{found.max_length:,}, rope {found.rope_type}",
@@ -42,12 +44,9 @@ def _info_table(found: ModelInfo) -> Table:
         "weights": f"{megabytes(found.weight_bytes)} target, {megabytes(found.draft_weight_bytes)} more for the INT4 draft",
         f"KV cache, {found.context:,} tokens": f"{megabytes(found.cache_bytes)} int8, {megabytes(found.full_cache_bytes)} full",
     }
-    if found.experts is not None:
-        experts = found.experts
-        rows["experts"] = (
-            f"{experts.count} of {experts.intermediate_size} in {len(experts.layers)} layers; a token goes through {experts.chosen}, and "
-            f"{found.token_parameters:,} parameters in all"
-        )
+    if experts is not None:
+        rows["experts"] = f"{experts.count} of {experts.intermediate_size} in {len(experts.layers)} layers, {experts.chosen} for each token"
+        rows["parameters"] += f", of which a token goes through {found.token_parameters:,}"
     for label, value in rows.items():
         table.add_row(label, value)
     return table
