@@ -19,6 +19,7 @@ from qspec_jax.checkpoints.small_files import small_file, write_small_files
 from qspec_jax.checkpoints.tensor_names import Place, places
 from qspec_jax.errors import InputError, writing
 from qspec_jax.files import read_json, write_json
+from qspec_jax.models.config import text_model_config
 
 SHARD_BYTES = 5_000_000_000
 DTYPES = {"bfloat16": "BF16", "float32": "F32"}
@@ -38,7 +39,8 @@ class ExportReport:
 def export(source: str | Path, directory: str | Path, *, progress: bool | None = None) -> ExportReport:
     """Writes the target of a converted checkpoint as a Hugging Face directory, in shards of at most `SHARD_BYTES` (or of a tensor).
 
-    Its tensors are, bit for bit, those that were converted, unless that changed their dtype. The draft is left out.
+    Its tensors are, bit for bit, those that were converted, unless that changed their dtype. The draft is left out. Of a
+    multimodal model, whose other parts were not converted, the text model is written as a model by itself.
 
     Args:
         source: the converted directory.
@@ -65,7 +67,7 @@ def export(source: str | Path, directory: str | Path, *, progress: bool | None =
         )
     dtype = manifest.dtype
     tensors: dict[str, list[tuple[str, Place]]] = {}  # by the names of places: those of all experts of a layer are together
-    for path, place in places(config).items():
+    for path, place in places(dataclasses.replace(config, wrapper=None)).items():
         tensors.setdefault(place.name, []).append((path, place))
 
     def size(name: str) -> int:
@@ -84,6 +86,8 @@ def export(source: str | Path, directory: str | Path, *, progress: bool | None =
             write_json(unfinished / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
         write_small_files(unfinished, functools.partial(small_file, source))
         raw = read_json(source / "config.json")
+        if config.wrapper is not None:
+            raw = text_model_config(raw) | {"tie_word_embeddings": config.tie_word_embeddings}
         raw |= dict.fromkeys(raw.keys() & {"dtype", "torch_dtype"} or {"dtype"}, dtype)
         write_json(unfinished / "config.json", without_quantization(raw))
     count = sum(map(len, names_of.values()))

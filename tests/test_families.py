@@ -40,6 +40,7 @@ from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
 from qspec_jax.errors import InputError
+from qspec_jax.evaluate.scoring import token_logprobs
 from qspec_jax.models import rope
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.experts_config import ExpertsConfig
@@ -195,6 +196,21 @@ def test_drafts_emit_the_targets_tokens(directory, name):
             assert compact.token_ids == run("none", "full").token_ids and compact.stats.draft_acceptance_rate == 1
 
 
+def test_caches_of_few_bits_score_what_they_generate(directory):
+    """KIVI's and SpeCache's hold the keys of a model whose norms and RoPE are not Llama's: one token at a time as in one pass."""
+    name = "olmo2-widths"
+    with jax.enable_x64(True):
+        model, prompt = load_model(directory(name), dtype="float64", progress=False), case_tokens(name)[0].tolist()
+        plain = dataclasses.replace(GREEDY, draft="none", num_speculative_tokens=0, output_logprobs=True)
+        exact = generate(model, [prompt], config=dataclasses.replace(plain, cache="full", group_size=None))
+        for cache in ("kivi:residual=8", "specache:bits=1,residual=16,k=3"):
+            settings = dataclasses.replace(plain, cache=cache)
+            found = generate(model, [prompt], config=settings)
+            scores = token_logprobs(model, [prompt], found.token_ids, settings.cache_config)[0]
+            np.testing.assert_allclose(found.logprobs[0], scores, atol=1e-12)
+            assert np.abs(np.subtract(found.logprobs[0], exact.logprobs[0])).max() > 1e-3, "the cache is read"
+
+
 @pytest.mark.parametrize("name", [*DIFFERENT, "gemma3-window"])
 def test_skipped_sublayers(directory, name):
     """By one program for all choices as by a program of their own, whatever is between two attentions."""
@@ -285,8 +301,16 @@ def test_the_text_model_of_a_multimodal_one(prefix, tied, tmp_path, caplog):
     convert(source, tmp_path / "out", progress=False)
     assert verify(source, tmp_path / "out", progress=False).wrong == []
     assert bits(load_model(tmp_path / "out")) == bits(model) and load_config(tmp_path / "out") == load_config(source)
-    export(tmp_path / "out", tmp_path / "back", progress=False)
-    assert bits(load_model(tmp_path / "back")) == bits(model)
+    # The export has the text model alone, as a model by itself, which is converted again.
+    export(tmp_path / "out", back := tmp_path / "back", progress=False)
+    written = json.loads((back / "config.json").read_text())
+    assert written["architectures"] == ["Ministral3ForCausalLM"] and not {"text_config", "vision_config"} & written.keys()
+    assert load_file(back / "model.safetensors").keys() == random_tensors(CASES[name]).keys()
+    assert load_config(back) == dataclasses.replace(load_config(source), wrapper=None)
+    assert bits(load_model(back)) == bits(model)
+    convert(back, tmp_path / "again", progress=False)
+    assert verify(back, tmp_path / "again", progress=False).wrong == []
+    assert bits(load_model(tmp_path / "again")) == bits(model)
 
 
 @pytest.mark.parametrize("tied", [True, None])

@@ -151,6 +151,17 @@ class LlamaConfig:
         return _Reader(config, source, dtype).llama()
 
 
+def text_model_config(raw: Mapping[str, Any], *, source: str = "config.json") -> dict[str, Any]:
+    """The config.json of the text model by itself, of that of a multimodal model, which should be a supported one.
+
+    Args:
+        raw: the contents of the multimodal model's config.json.
+        source: the name of the contents in messages.
+    """
+    reader = _Reader(raw, source, "float32")
+    return {**reader.text_of(raw, WRAPPERS[reader.wrapper]), "architectures": [reader.name]}
+
+
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
