@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoints import hf_config, write_checkpoint
+from checkpoints import CASES, hf_config, write_checkpoint
 from runs import random_model, random_prompts
 from safetensors.flax import load_file
 
@@ -235,12 +235,12 @@ def test_a_save_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path):
 
 
 @pytest.mark.system
-def test_another_process_generates_the_same(tmp_path):
-    """The command line, in float64: tokens and acceptance, from a state and after an extension."""
-    shape = dict(head_dim=16, max_position_embeddings=512, vocab_size=300)
-    checkpoint = write_checkpoint(tmp_path / "hf", hf_config(**shape))
+@pytest.mark.parametrize("config", [hf_config(head_dim=16, max_position_embeddings=512, vocab_size=300), CASES["gemma3-window"]])
+def test_another_process_generates_the_same(config, tmp_path):
+    """The command line, in float64: tokens and acceptance, from a state and after an extension, of layers with windows too."""
+    checkpoint = write_checkpoint(tmp_path / "hf", config)
     model = load_model(checkpoint, dtype="float64")
-    text = np.random.default_rng(0).integers(0, 300, 60).tolist()
+    text = np.random.default_rng(0).integers(0, model.config.vocab_size, 60).tolist()
     found = extend(prefill(model, text[:40], config=SETTINGS), text[40:])
     save_state(found, path := tmp_path / "state")
     script = """
