@@ -41,7 +41,8 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 @pytest.fixture(scope="module")
 def model():
-    return random_model("float64")
+    """One layer compiles in half the time; states of two and more are in test_states_files.py and test_states_drafts.py."""
+    return random_model("float64", num_hidden_layers=1)
 
 
 def config(model, draft="none", cache="int8", **changes) -> GenerationConfig:
@@ -182,12 +183,16 @@ def test_a_file_is_for_the_same_model_cache_and_draft(model, tmp_path):
     settings = config(model, "quantspec")
     save_state(prefill(model, TEXT[:40], config=settings, room=60), path := tmp_path / "state")
     for other, changed, message in (
-        (random_model("float64", seed=1), settings, "other weights;"),
-        (random_model("float32"), settings, r"another dtype \(float64, here float32\)"),
+        (random_model("float64", num_hidden_layers=1, seed=1), settings, "other weights;"),
+        (random_model("float32", num_hidden_layers=1), settings, r"another dtype \(float64, here float32\)"),
         (model, dataclasses.replace(settings, scheme="paper"), r"another cache \(int8:scheme=int8_first, here int8:scheme=paper\)"),
         (model, config(model, "sparse"), r"another draft \(QuantSpecDraft"),
-        (random_model("float64", rope_parameters={"rope_type": "default", "rope_theta": 7.0}), settings, "another RoPE"),
-        (random_model("float64", rms_norm_eps=1e-3), settings, r"other layers .*1e-05, here .*rms_norm_eps=0.001"),
+        (
+            random_model("float64", num_hidden_layers=1, rope_parameters={"rope_type": "default", "rope_theta": 7.0}),
+            settings,
+            "another RoPE",
+        ),
+        (random_model("float64", num_hidden_layers=1, rms_norm_eps=1e-3), settings, r"other layers .*1e-05, here .*rms_norm_eps=0.001"),
     ):
         with pytest.raises(InputError, match=message):
             load_state(path, other, config=changed if other is model else dataclasses.replace(changed, draft="quantspec"))
@@ -214,7 +219,7 @@ def test_states_grow_with_what_is_read(model):
 @pytest.mark.parametrize(("draft", "cache"), [("snapkv", "int8"), ("none", "full")])
 def test_states_grow_at_the_end_of_the_positions(draft, cache):
     """Where less can be generated than the state had room for."""
-    network = random_model("float64", max_position_embeddings=256)
+    network = random_model("float64", num_hidden_layers=1, max_position_embeddings=256)
     settings = config(network, draft, cache)
     large = extend(prefill(network, TEXT[:20], config=settings), TEXT[20:] + TEXT[:50])
     small = prefill(network, TEXT[:20], config=settings, room=172)
