@@ -161,6 +161,13 @@ FORMATS: dict[str, tuple[dict[str, Any], Make]] = {
 }
 
 
+def write_model(directory: Path, config: dict, tensors: dict[str, np.ndarray]) -> None:
+    """Writes a checkpoint directory of a config and tensors of any dtype."""
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    write_safetensors(directory / "model.safetensors", tensors)
+
+
 def make_quantized(
     name: str, architecture: str = "LlamaForCausalLM", seed: int = 0, make: Make | None = None, **changes: Any
 ) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -183,7 +190,5 @@ def make_quantized(
 def write_quantized(directory: Path, name: str, **changes: Any) -> dict[str, np.ndarray]:
     """Writes a quantized checkpoint; returns the tensors of the checkpoint without quantization that it means."""
     config, tensors, plain = make_quantized(name, **changes)
-    directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(config))
-    write_safetensors(directory / "model.safetensors", tensors)
+    write_model(directory, config, tensors)
     return plain

@@ -205,7 +205,8 @@ def batch(
             skipped = f", {report['wrong']} lines wrong" if report["wrong"] else ""
             busy = "" if stats.rates["busy_slots"] is None else f"; {stats.rates['busy_slots']:.1%} of places busy"
             samples = f", {stats.prompts} samples" if stats.prompts > len(todo) else ""
-            done = f"{len(todo)} prompts{samples}{skipped}, {stats.new_tokens:,} tokens, {in_words(stats)}{busy}" if stats.prompts else ""
+            figures = f"{stats.new_tokens:,} tokens, {in_words(stats)}{busy}"
+            done = f"{len(todo)} prompts{samples}{skipped}, {figures}" if todo else ""
         else:
             settings = dict(batch_size=rows_at_once, actors=ray_actors, dtype=dtype and str(dtype), seed=seed, columns=columns)
             directory = checkpoints.directory.resolve()

@@ -84,8 +84,9 @@ class Setting:
 
 def without_kernels(config: LlamaConfig) -> str | None:
     """The reason why no draft pays on a GPU for a model of this shape: its linear layers or experts have no kernels. None if all have."""
-    if (why := _without_expert_kernels(config)) is not None:
-        return why
+    if config.experts is not None:
+        chosen = f"{config.experts.chosen} of {config.experts.count} experts"
+        return f"experts run in plain JAX, where verifying several tokens reads {chosen} for each of them, and tokens one by one take less"
     for outputs, inputs in (shape for layer in layer_kinds(config) for shape in linear_shapes(config, layer)):
         if inputs % GROUP_SIZE or outputs % OUTPUTS:
             return (
@@ -95,20 +96,12 @@ def without_kernels(config: LlamaConfig) -> str | None:
     return None
 
 
-def _without_expert_kernels(config: LlamaConfig) -> str | None:
-    """The reason why no draft pays on any device for a model with experts; None without experts."""
-    if config.experts is None:
-        return None
-    chosen = f"{config.experts.chosen} of {config.experts.count} experts"
-    return f"experts run in plain JAX, where verifying several tokens reads {chosen} for each of them, and tokens one by one take less"
-
-
 def choose(setting: Setting, *, context: int | None, batch: int, gamma: int | None = None) -> DraftChoice:
     """The draft, and the number of drafts of a round, with which a token takes least time: `CANDIDATES`, over the setting's cache; or none,
     where none of them saves `MIN_SAVING`.
 
-    For a model with experts it is none. On a CPU it is what `qspec_jax.planning.cpu` has measured. Acceptance is what `qspec plan` assumes.
-    Memory is not considered. Where no stored cost holds it is `UNKNOWN`, with gamma where that is given.
+    On a CPU it is what `qspec_jax.planning.cpu` has measured. Acceptance is what `qspec plan` assumes. Memory is not considered. Where no
+    stored cost holds it is `UNKNOWN`, with gamma where that is given.
 
     Args:
         setting: where the decode runs.
@@ -118,8 +111,6 @@ def choose(setting: Setting, *, context: int | None, batch: int, gamma: int | No
     """
     if gamma == 0:
         return DraftChoice(NONE, 0, f"draft {AUTO}: none, since a round is to have no drafts")
-    if (why := _without_expert_kernels(setting.model)) is not None:
-        return DraftChoice(NONE, 0, f"draft {AUTO}: none, since {why}")
     device = setting.costed()
     if isinstance(device, str) and setting.device_kind == cpu.KIND:
         draft, gamma, why = cpu.choose(setting.model, setting.dtype, gamma)

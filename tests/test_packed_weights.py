@@ -1,0 +1,190 @@
+"""Weights of quantized checkpoints that stay in 4 bits: read, converted, counted, and shared by target and draft."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import simulated_devices
+from conversions import bits
+from quantized_checkpoints import compressed, make_quantized, write_model, write_quantized
+from read_checkpoints import edit_json
+
+from convert import convert, export, verify
+from pallas_kernels.formats.weights import Int4Weight, dequantize_weight
+from qspec_jax import demo, generate, make_draft
+from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.checkpoints.huggingface import Source
+from qspec_jax.checkpoints.info import model_info
+from qspec_jax.checkpoints.loading import config_and_dtype, load_model, planned_config
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.drafts.step_bytes import weight_bytes
+from qspec_jax.errors import InputError
+from qspec_jax.planning.operations import model_bytes, step_weight_bytes
+from qspec_jax.planning.steps import own_step
+
+Q = "model.layers.0.self_attn.q_proj."
+
+
+PACKABLE = ["ct-w4-group", "ct-w4-asym", "ct-w4-channel", "awq", "gptq-v1", "gptq-v2", "gptq-channel"]
+
+
+MODEL_128 = dict(hidden_size=128, intermediate_size=128, num_attention_heads=2, num_key_value_heads=1, head_dim=64)
+
+
+def packed_weights(model) -> dict[str, Int4Weight]:
+    return {path: weight for path, weight in model.weights().items() if isinstance(weight, Int4Weight)}
+
+
+@pytest.mark.parametrize("name", PACKABLE)
+def test_packed_weights_are_the_dequantized_ones_bit_for_bit(name, tmp_path):
+    write_quantized(tmp_path / "hf", name)
+    source = Source(tmp_path / "hf")
+    model = load_model(tmp_path / "hf", dtype="float32", weights="packed")
+    packed = packed_weights(model)
+    assert len(packed) == 14 and not packed_weights(load_model(tmp_path / "hf", dtype="float32"))
+    for path, weight in packed.items():
+        assert np.array_equal(np.asarray(dequantize_weight(weight, jnp.float32)), source.read(path))
+        scale = source.tensors[source.places[path].name].scales()
+        assert weight.scale.dtype == scale.dtype and np.array_equal(np.asarray(weight.scale), scale)
+
+
+def test_fused_tensors_stay_packed_in_parts(tmp_path):
+    write_quantized(tmp_path / "hf", "gptq-v1", architecture="Phi3ForCausalLM", pad_token_id=None)
+    source, model = Source(tmp_path / "hf"), load_model(tmp_path / "hf", dtype="float32", weights="packed")
+    for path, weight in packed_weights(model).items():
+        assert np.array_equal(np.asarray(dequantize_weight(weight, jnp.float32)), source.read(path))
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "ct-w8-channel", "gptq-v1-order", "gptq-v1-8", "nf4"])
+def test_other_weights_cannot_stay_packed(name, tmp_path):
+    write_quantized(tmp_path / "hf", name)
+    with pytest.raises(InputError, match="no linear layer of it is stored in whole groups of 4-bit codes"):
+        load_model(tmp_path / "hf", weights="packed")
+
+
+def write_128(directory: Path, name: str = "ct-w4-group", group_size: int = 128, **changes) -> None:
+    config, tensors, _ = make_quantized(name, make=compressed(4, group_size, name == "ct-w4-group"), **(MODEL_128 | changes))
+    config["quantization_config"] = json.loads(json.dumps(config["quantization_config"]))
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = group_size
+    write_model(directory, config, tensors)
+
+
+def test_weights_that_kernels_read_stay_packed_by_default(tmp_path, caplog):
+    caplog.set_level("INFO", "qspec_jax.checkpoints.loading")
+    write_128(tmp_path / "kernels")
+    assert len(packed_weights(load_model(tmp_path / "kernels"))) == 14 and "14 of 14 stay in INT4" in caplog.text
+    caplog.clear()
+    for weight in packed_weights(load_model(tmp_path / "kernels")).values():
+        assert {weight.scale.dtype, weight.zero.dtype} == {jnp.dtype(jnp.bfloat16)}
+    assert not packed_weights(load_model(tmp_path / "kernels", weights="dequantized"))
+    assert "they are dequantized to bfloat16" in caplog.text
+    assert not packed_weights(load_model(tmp_path / "kernels", dtype="float32"))
+    write_128(tmp_path / "zeros", "ct-w4-asym")
+    write_128(tmp_path / "groups", group_size=64)
+    for name in ("zeros", "groups"):
+        assert not packed_weights(load_model(tmp_path / name))
+        assert len(packed_weights(load_model(tmp_path / name, weights="packed"))) == 14
+
+
+def test_plans_and_info_count_the_bytes_of_packed_weights(tmp_path):
+    write_128(tmp_path / "hf")
+    model, info = load_model(tmp_path / "hf"), model_info(tmp_path / "hf")
+    config = planned_config(tmp_path / "hf")
+    assert config.int4_weights and config == model.config == config_and_dtype(tmp_path / "hf")[0]
+    assert model_bytes(config) == info.weight_bytes == sum(x.nbytes for x in jax.tree.leaves(model.weights()))
+    assert model_bytes(dataclasses.replace(config, int4_weights=False)) > info.weight_bytes
+    step = own_step(config, CacheConfig("full").outline(config, 64), 64)
+    assert step_weight_bytes(step) == weight_bytes(model)
+    write_128(tmp_path / "zeros", "ct-w4-asym")
+    assert not planned_config(tmp_path / "zeros").int4_weights and not load_model(tmp_path / "zeros").config.int4_weights
+
+
+def test_with_simulated_devices(request):
+    simulated_devices.run_those_of(request, 2)
+
+
+@pytest.mark.several_devices
+def test_packed_weights_are_divided_over_devices(request, tmp_path):
+    """Groups of 32 inputs: those of 64 inputs are two, one on each device; of 96 they are three, which would be cut."""
+    mesh = jax.sharding.Mesh(simulated_devices.devices(request, 2), ("model",))
+    write_quantized(tmp_path / "hf", "gptq-v1")
+    alone = load_model(tmp_path / "hf", dtype="float32", weights="packed")
+    convert(tmp_path / "hf", tmp_path / "out", dtype="float32", weights="packed", progress=False)
+    model = load_model(tmp_path / "hf", dtype="float32", weights="packed", mesh=mesh)
+    cut = {path for path in packed_weights(alone) if "down_proj" in path}
+    assert packed_weights(model).keys() == packed_weights(alone).keys() - cut and len(cut) == 2
+    assert packed_weights(model)["layers.0.o_proj.weight"].codes.sharding.spec[1] == "model"
+    settings = GenerationConfig(draft="quantspec:weight_bits=16", max_new_tokens=8, ignore_eos=True, group_size=8)
+    tokens = [generate(each, [[1, 2, 3] * 9], config=settings).token_ids for each in (alone, model)]
+    assert tokens[0] == tokens[1]
+    with pytest.raises(InputError, match=r"2 devices would cut groups of layers\.0\.down_proj\.weight"):
+        load_model(tmp_path / "out", mesh=mesh)
+    plain = load_model(tmp_path / "hf", dtype="float32", weights="dequantized")
+    assert bits(load_model(tmp_path / "out", weights="dequantized", mesh=mesh)) == bits(plain)
+
+
+def test_the_draft_reads_the_targets_own_codes(tmp_path):
+    write_quantized(tmp_path / "hf", "gptq-v1")
+    model = load_model(tmp_path / "hf", dtype="float32", weights="packed")
+    own = packed_weights(model)
+    for text in ("quantspec", "sparse", "streaming-llm"):
+        draft = make_draft(text, model)
+        assert all(weight.codes is own[path].codes for path, weight in packed_weights(draft.step.model).items())
+    assert make_draft("quantspec", model, calibration=[[1, 2, 3]]).step.model is model
+    path = "layers.0.q_proj.weight"
+    some = model.with_weights(model.weights() | {path: dequantize_weight(own[path], jnp.float32)})
+    assert packed_weights(make_draft("quantspec", some).step.model).keys() == own.keys()
+    with pytest.raises(InputError, match="some of the target's layers are in INT4 already"):
+        make_draft("quantspec", some, calibration=[[1, 2, 3]])
+    settings = dict(max_new_tokens=24, ignore_eos=True, group_size=8)
+    out = generate(model, [[1, 2, 3] * 9], config=GenerationConfig(draft="quantspec", **settings))
+    alone = generate(model, [[1, 2, 3] * 9], config=GenerationConfig(draft="none", **settings))
+    assert out.token_ids == alone.token_ids
+
+
+def test_packed_weights_are_converted_and_verified(tmp_path):
+    write_quantized(tmp_path / "hf", "awq")
+    source, out = tmp_path / "hf", tmp_path / "out"
+    convert(source, out, weights="packed", progress=False)
+    assert not verify(source, out, logits=True, progress=False).wrong
+    assert bits(load_model(out)) == bits(load_model(source, weights="packed"))
+    assert bits(load_model(out, weights="dequantized")) == bits(load_model(source, weights="dequantized"))
+    whole, packed = model_info(source), model_info(out)
+    assert packed.parameters == whole.parameters and packed.draft_weight_bytes < whole.draft_weight_bytes
+    assert packed.weight_bytes == sum(x.nbytes for x in jax.tree.leaves(load_model(out).weights())) < whole.weight_bytes
+    with pytest.raises(InputError, match="in INT4, which export does not write"):
+        export(out, tmp_path / "plain", progress=False)
+    with pytest.raises(InputError, match="--draft-bits 16"):
+        convert(source, tmp_path / "both", weights="packed", draft_bits=4, progress=False)
+    convert(source, tmp_path / "plain", weights="dequantized", progress=False)
+    with pytest.raises(InputError, match="stored dequantized"):
+        load_model(tmp_path / "plain", weights="packed")
+    with pytest.raises(InputError, match="packed or dequantized"):
+        load_model(source, weights="both")
+    # A code that changed.
+    raw = json.loads((source / "config.json").read_text())
+    _, tensors, _ = make_quantized("awq")
+    tensors[Q + "qweight"] = tensors[Q + "qweight"] ^ 1
+    write_model(tmp_path / "other", raw, tensors)
+    assert any("q_proj" in line for line in verify(tmp_path / "other", out, progress=False).wrong)
+
+
+def test_commands_take_weights(tmp_path, run, fails, caplog):
+    config, tensors, _ = make_quantized("awq", vocab_size=4096, num_hidden_layers=1)
+    write_model(tmp_path / "hf", config, tensors)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo.MODEL / name, tmp_path / "hf")
+    arguments = ("generate", "--model", tmp_path / "hf", "--prompt", "import", "--max-new-tokens", "2", "--draft", "none")
+    for weights, said in (("packed", "7 of 7 stay in INT4"), ("dequantized", "they are dequantized to bfloat16")):
+        caplog.clear()
+        code, _, _ = run(*arguments, "--weights", weights)
+        assert code == 0 and said in caplog.text
+    code, _, _ = run("convert", tmp_path / "hf", tmp_path / "out", "--weights", "packed", "--json")
+    assert code == 0 and packed_weights(load_model(tmp_path / "out"))
+    edit_json(tmp_path / "hf" / "config.json", lambda raw: raw["quantization_config"].update(bits=3))
+    fails(arguments, "bits of the AWQ quantization is 3")
