@@ -303,6 +303,7 @@ class _Measured:
         jax.block_until_ready((self.model, self.engine.draft))
         state, prefill_s = _timed(functools.partial(self.prefills[0].run, prepare))  # to warm up
         draft, cache = self.engine.draft_in_loop, self.shapes[0].cache
+        streamed = isinstance(cache.streamed_part, StreamedCache)
         row = DecodeRow(
             self.method.name,
             self.context,
@@ -317,7 +318,7 @@ class _Measured:
             compile_s=max(prepare_s, fork_s, decode_s),
             cache_bytes=cache.num_bytes,
             peak_memory_bytes=self._peak_bytes(prepare, fork, decode, draft),
-            large_operations=large_operations(decode.as_text(), self._large(cache), streamed=isinstance(cache, StreamedCache)),
+            large_operations=large_operations(decode.as_text(), self._large(cache), streamed=streamed),
         )
         runs = []
         for i, prefill in enumerate(self.prefills):

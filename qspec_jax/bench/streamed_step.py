@@ -47,9 +47,9 @@ class StreamedStep:
 
     @classmethod
     def needed(cls, model: Llama, case: Case, context: int, max_new_tokens: int, batch_size: int) -> Self | None:
-        """None for another method, and if host memory can hold the cache."""
+        """None for another method or a model with sliding windows, and if host memory can hold the cache."""
         cache = CacheConfig.parse(case.method.cache)
-        if case.method.name != AUTOREGRESSIVE or cache.name != "full:host=all" or devices_of(model) > 1:
+        if case.method.name != AUTOREGRESSIVE or cache.name != "full:host=all" or devices_of(model) > 1 or model.config.windowed_layers:
             return None
         capacity = bucket(context) + bucket(max_new_tokens)
         found = residence(cache, model, batch=batch_size, capacity=capacity, num_speculative_tokens=0)

@@ -81,6 +81,16 @@ class AppendedCache(AttendingCache, abc.ABC):
         reads: how many tokens it reads there. The arrays of the cache may be shapes, which need not say in which memory an array is.
         """
 
+    def reads_of_layer(self, layer: int, reads: Reads, tokens: int) -> Reads:
+        """What a pass reads of a layer, if it reads `reads` of those that hold every token. tokens: that a row holds, those of the pass
+        included."""
+        return reads
+
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        """The layers whose passes may read every token of a row, and not those of a window alone."""
+        return tuple(range(len(self.layers)))
+
     def advance(self, layers: tuple[Any, ...], tokens: int) -> Self:
         """The cache with these layers, every row `tokens` longer."""
         new = self.with_layers(layers)
@@ -162,13 +172,27 @@ class Cache(AppendedCache):
     def bytes_of_pass(self, view: View, tokens: int) -> tuple[int, int]:
         """The bytes of that in all layers, see `bytes_of_reads`."""
         reads = self.reads(view, tokens)
-        read, copied = zip(*(self.bytes_of_reads(layer, reads) for layer in range(len(self.layers))))
+        of_layers = (self.reads_of_layer(layer, reads, tokens) for layer in range(len(self.layers)))
+        read, copied = zip(*(self.bytes_of_reads(layer, each) for layer, each in enumerate(of_layers)))
         return sum(read), sum(copied)
 
     @property
     def num_host_bytes(self) -> int:
         """The part of `num_bytes` that is in host memory. It follows from the settings, since shapes need not say it."""
         return 0
+
+    @property
+    def streamed_part(self) -> "Cache":
+        """The cache of those layers of which a part may be in host memory; of most caches all of it."""
+        return self
+
+    def steps_over(self, own: AppendedCache) -> AppendedCache:
+        """What the steps of a draft append to and read that has a cache `own` of its own, of the `full_layers`."""
+        return own
+
+    def from_steps(self, stepped: AppendedCache) -> tuple[AppendedCache, Self]:
+        """The draft's own cache and this one, after its steps. stepped: `steps_over`, as the steps return it, rolled back."""
+        return stepped, self
 
     def with_layer_on_device(self, layer: int, *, after: Tree) -> tuple[Self, Tree]:
         """The cache with this whole layer on the device, for reading many of its tokens; and `after`, which the caller uses from then on.
@@ -181,6 +205,11 @@ class Cache(AppendedCache):
     def recent_tokens(self, layer: int, positions: Int[Array, "B #K T"]) -> KeysValues:
         """As `tokens`, for positions that are among the last T of their row."""
         return self.tokens(layer, positions)
+
+    def min_rollback(self, tokens: int) -> int:
+        """The minimum number of tokens that a row of `tokens` tokens can be rolled back to, without losing any that it reads then. Codes are
+        not counted: of a flush none come back."""
+        return 0
 
     def flushed_layers(self, due: Bool[Array, "B"]) -> tuple[Any, ...]:
         """The layers after the oldest G buffered tokens of the rows that are due are quantized."""
@@ -229,11 +258,6 @@ class Cache(AppendedCache):
         due = self.schedule.due(self.lengths)
         flushed = self.with_layers(self.flushed_layers(due)).rollback(self.schedule.flushed(self.lengths, due))
         return flushed, due.astype(self.lengths.buffered.dtype)
-
-    @property
-    def full_layers(self) -> tuple[int, ...]:
-        """The layers that hold every token of a row, and not those of a window alone."""
-        return tuple(range(len(self.layers)))
 
     @property
     def draft_room(self) -> Int[Array, "B"]:

@@ -63,11 +63,11 @@ class CompactCache(AppendedCache):
     @classmethod
     @functools.cache
     def outline(cls, model: LlamaConfig, kind: str) -> Self:
-        """The shapes of a cache with a row of one token, in bfloat16. kind: one of `KINDS`."""
+        """The shapes of a cache with a row of one token, in bfloat16, of the layers without a sliding window. kind: one of `KINDS`."""
         token = jax.ShapeDtypeStruct((1, model.num_kv_heads, 1, model.head_dim), jnp.bfloat16)
         layer = jax.eval_shape(functools.partial(cls.make_layer, kind=kind, appended=1), token, token)
         number = jax.ShapeDtypeStruct((1,), jnp.int32)
-        return cls((layer,) * model.num_layers, Lengths(number, number), number, number, number)
+        return cls((layer,) * len(model.full_layers), Lengths(number, number), number, number, number)
 
     def bytes_of_reads(self, layer, reads):
         held = self.layers[layer]

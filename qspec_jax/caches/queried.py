@@ -33,6 +33,13 @@ class QueriedCache(AppendedCache):
     def lengths(self) -> Lengths:
         return self.cache.lengths
 
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        return self.cache.full_layers
+
+    def reads_of_layer(self, layer, reads, tokens):
+        return self.cache.reads_of_layer(layer, reads, tokens)
+
     def bytes_of_reads(self, layer, reads):
         return self.cache.bytes_of_reads(layer, reads)
 

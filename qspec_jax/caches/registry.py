@@ -16,7 +16,7 @@ from qspec_jax.caches.host_memory import NONE
 from qspec_jax.caches.kivi import KiviCache
 from qspec_jax.caches.offloaded import OffloadedCache, OffloadedFullCache
 from qspec_jax.caches.schedule import Schedule
-from qspec_jax.caches.sliding import NoLayersCache, SlidingCache
+from qspec_jax.caches.sliding import beside_rings
 from qspec_jax.caches.specache import SpeCache
 from qspec_jax.caches.streaming_llm import StreamingCache
 from qspec_jax.errors import InputError
@@ -165,7 +165,7 @@ class CacheConfig:
 
     def pools(self, model: LlamaConfig) -> bool:
         """Whether rows of the cache of a model may share a pool of pages."""
-        return issubclass(self._class, PooledCache) and not self.streams and len(model.windowed_layers) < model.num_layers
+        return issubclass(self._class, PooledCache) and not self.streams and bool(model.full_layers)
 
     def with_resident(self, share: float) -> Self:
         """The cache with this share of its layers on the device, see `HostSettings`; for one that `streams`."""
@@ -234,18 +234,12 @@ class CacheConfig:
         """A cache without tokens; see `RegisteredCache.make`."""
         choice = dict(group_size=self.group_size_for(model.head_dim), scheme=self.scheme, settings=self.settings)
         sizes = dict(batch=batch, capacity=capacity, num_speculative_tokens=num_speculative_tokens, dtype=dtype)
-        windowed = len(model.windowed_layers)
-        if not windowed:
+        if not model.windowed_layers:
             return self._class.make(model, **choice, **sizes)
-        if self.guesses or self.in_host_memory:
-            raise InputError(f"cache {self.name} is not for models in which layers have a sliding window; int8 or full on the device is")
-        if windowed == model.num_layers:
-            held = NoLayersCache.of(batch, self.schedule_for(model.head_dim), capacity)
-        else:
-            others = dataclasses.replace(model, num_layers=model.num_layers - windowed, sliding_layers=(), sliding_window=None)
-            held = self._class.make(others, **choice, **sizes)
-        del sizes["capacity"]
-        return SlidingCache.around(held, model, **sizes)
+        if not model.full_layers and (self.guesses or self.in_host_memory):
+            does = "chooses tokens" if self.guesses else "keeps in host memory a part"
+            raise InputError(f"cache {self.name} {does} of layers without a sliding window, and the model has no such layer")
+        return beside_rings(lambda others: self._class.make(others, **choice, **sizes), model, self.schedule_for(model.head_dim), **sizes)
 
 
 @functools.lru_cache(maxsize=256)

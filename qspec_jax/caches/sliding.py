@@ -4,7 +4,9 @@ A ring is in full precision, whatever that cache is. Its lengths are those of th
 room for the window and for what a pass appends, and what that overwrites has left the window even of the pass's first token.
 """
 
+import abc
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -14,38 +16,32 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.attention.reference import attend_readable
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
 from pallas_kernels.rope_append import split_and_rotate
-from qspec_jax.caches.cache import Cache, KeysValues, PooledCache, Reads, bytes_of_tokens, no_tokens
+from qspec_jax.caches.cache import NOTHING, AppendedCache, Cache, KeysValues, PooledCache, Reads, bytes_of_tokens, no_tokens
 from qspec_jax.caches.hierarchical import HierarchicalCache
 from qspec_jax.caches.ring import row_of_token, token_in_row, with_tokens
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.models.config import LlamaConfig
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class SlidingCache(Cache):
-    """Rings, and a cache of the layers without a window.
+class RingsBeside(AppendedCache):
+    """Rings of the layers with a window, beside a cache of the others. A subclass is a frozen dataclass registered as a pytree.
 
     Attributes:
-        held: the cache of the layers without a window, whose lengths are those of all layers.
+        held: the cache of the layers without a window.
         rings: a ring for each of the other layers: token p is in row p modulo their number.
         windowed: of each layer of the model whether it has a window.
         window: the number of tokens that a token attends to there, itself included.
     """
 
-    held: Cache
+    held: AppendedCache
     rings: tuple[FullLayer, ...]
-    windowed: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
-    window: int = dataclasses.field(metadata={"static": True})
+    windowed: tuple[bool, ...]
+    window: int
 
-    @classmethod
-    def around(cls, held: Cache, model: LlamaConfig, *, batch: int, num_speculative_tokens: int, dtype: jnp.dtype) -> "SlidingCache":
-        """The cache of a model with a window. held: of its layers without one. The other arguments as of `RegisteredCache.make`."""
-        rows = model.sliding_window + num_speculative_tokens + 1
-        shape = dict(batch=batch, kv_heads=model.num_kv_heads, rows=rows, head_dim=model.head_dim, dtype=dtype)
-        windowed = tuple(i in model.windowed_layers for i in range(model.num_layers))
-        kind = SlidingPooledCache if isinstance(held, PooledCache) else SlidingCache
-        return kind(held, tuple(FullLayer.zeros(**shape) for _ in range(sum(windowed))), windowed, model.sliding_window)
+    @property
+    @abc.abstractmethod
+    def in_text(self) -> Int[Array, "B"]:
+        """How many tokens of its text each row has read, those that a round has appended included."""
 
     @property
     def layers(self) -> tuple[Any, ...]:
@@ -57,28 +53,12 @@ class SlidingCache(Cache):
         return self.held.lengths
 
     @property
-    def schedule(self) -> Schedule:
-        return self.held.schedule
-
-    @property
-    def capacity(self) -> int:
-        return self.held.capacity
-
-    @property
-    def prompt_queries(self) -> int:
-        return self.held.prompt_queries
-
-    @property
     def observable(self) -> bool:
         return self.held.observable
 
     @property
     def compiler_options(self) -> dict[str, str]:
         return self.held.compiler_options
-
-    @property
-    def num_host_bytes(self) -> int:
-        return self.held.num_host_bytes
 
     @property
     def full_layers(self) -> tuple[int, ...]:
@@ -88,7 +68,8 @@ class SlidingCache(Cache):
         """The number in `held` of a layer of the model; None for one with a window."""
         return None if self.windowed[layer] else self.windowed[:layer].count(False)
 
-    def _ring(self, layer: int) -> FullLayer:
+    def ring(self, layer: int) -> FullLayer:
+        """The ring of a layer of the model that has a window."""
         return self.rings[self.windowed[:layer].count(True)]
 
     def with_layers(self, layers: tuple[Any, ...]) -> Self:
@@ -103,13 +84,6 @@ class SlidingCache(Cache):
     def rollback(self, lengths: Lengths) -> Self:
         return dataclasses.replace(self, held=self.held.rollback(lengths))
 
-    def keep(self, lengths: Lengths, kept: Int[Array, "B"]) -> Self:
-        return dataclasses.replace(self, held=self.held.keep(lengths, kept))
-
-    def flush(self) -> tuple[Self, Int[Array, "B"]]:
-        held, flushed = self.held.flush()
-        return dataclasses.replace(self, held=held), flushed
-
     def for_pass(self, views):
         views = tuple(view for view, of_ring in zip(views, self.windowed, strict=True) if not of_ring)
         return _Pass(self, self.held.for_pass(views))
@@ -121,25 +95,126 @@ class SlidingCache(Cache):
         self, layer: int, qkv: Float[Array, "B T channels"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
     ) -> tuple[Float[Array, "B T N H"], FullLayer]:
         """The attended values of a layer with a window, and its ring with these tokens."""
-        ring, n, T = self._ring(layer), self.lengths.total, qkv.shape[1]
+        ring, n, T = self.ring(layer), self.in_text, qkv.shape[1]
         if (room := ring.keys.shape[2] - self.window) < T:
             raise ValueError(f"a pass appends {T} tokens, and the cache was made for at most {room}")
         q, *new = split_and_rotate(qkv, cos, sin, kv_heads=ring.keys.shape[1])
         reader = n[:, None] + jnp.arange(T)
         ring = with_tokens(ring, *new, row_of_token(reader, *self._kept_and_size(n)))
-        read, reader = self._positions(n + T)[:, None], reader[..., None]
+        read, reader = self.positions(n + T)[:, None], reader[..., None]
         return attend_readable(q, ring, (read <= reader) & (read > reader - self.window))[0], ring
+
+    def reads_of_layer(self, layer, reads, tokens):
+        if not self.windowed[layer]:
+            return self.held.reads_of_layer(self.held_index(layer), reads, tokens)
+        return reads if reads == NOTHING else Reads(0, 0, min(tokens, self.window))
+
+    def bytes_of_reads(self, layer, reads):
+        if not self.windowed[layer]:
+            return self.held.bytes_of_reads(self.held_index(layer), reads)
+        ring = self.ring(layer)
+        return bytes_of_tokens(ring, reads.quantized + reads.full, ring.keys.shape[2]), 0
+
+    def positions(self, n: Int[Array, "B"]) -> Int[Array, "B S"]:
+        """The position of the token in each row of a ring, after n[b] tokens; beyond n where there is none yet."""
+        return token_in_row(jnp.arange(self.rings[0].keys.shape[2]), n, *self._kept_and_size(n))
+
+    def _kept_and_size(self, n: Int[Array, "B"]) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
+        return jnp.zeros_like(n), jnp.full_like(n, self.rings[0].keys.shape[2])
+
+
+class _Pass:
+    """A pass over all layers. reading: what a pass over the layers without a window reads."""
+
+    def __init__(self, cache: RingsBeside, reading: Any):
+        self._cache, self._reading = cache, reading
+
+    def attend(self, layer, qkv, cos, sin, *, view):
+        if (index := self._cache.held_index(layer)) is not None:
+            return self._reading.attend(index, qkv, cos, sin, view=view)
+        return *self._cache.attend_in_window(layer, qkv, cos, sin), None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepsBesideRings(RingsBeside):
+    """What the steps of a draft append to that has a cache of its own: that one in layers without a window, the target's rings in others.
+
+    Attributes:
+        held: the draft's own cache.
+        rings, windowed, window: those of the target's cache.
+        own_lengths, text_lengths: lengths of the draft's own cache and of the target's, before the round.
+    """
+
+    held: AppendedCache
+    rings: tuple[FullLayer, ...]
+    windowed: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
+    window: int = dataclasses.field(metadata={"static": True})
+    own_lengths: Lengths
+    text_lengths: Lengths
+
+    @property
+    def in_text(self) -> Int[Array, "B"]:
+        return self.text_lengths.total + self.lengths.total - self.own_lengths.total
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SlidingCache(RingsBeside, Cache):
+    """A target's cache: rings, and beside them any cache, whose lengths are those of all layers. Attributes as of `RingsBeside`."""
+
+    held: Cache
+    rings: tuple[FullLayer, ...]
+    windowed: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
+    window: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def in_text(self) -> Int[Array, "B"]:
+        return self.lengths.total
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.held.schedule
+
+    @property
+    def capacity(self) -> int:
+        return self.held.capacity
+
+    @property
+    def prompt_queries(self) -> int:
+        return self.held.prompt_queries
+
+    @property
+    def num_host_bytes(self) -> int:
+        return self.held.num_host_bytes
+
+    @property
+    def streamed_part(self) -> Cache:
+        return self.held.streamed_part
+
+    def steps_over(self, own: AppendedCache) -> AppendedCache:
+        return StepsBesideRings(own, self.rings, self.windowed, self.window, own.lengths, self.lengths)
+
+    def from_steps(self, stepped: StepsBesideRings) -> tuple[AppendedCache, Self]:
+        return stepped.held, dataclasses.replace(self, rings=stepped.rings)
+
+    def keep(self, lengths: Lengths, kept: Int[Array, "B"]) -> Self:
+        return dataclasses.replace(self, held=self.held.keep(lengths, kept))
+
+    def flush(self) -> tuple[Self, Int[Array, "B"]]:
+        held, flushed = self.held.flush()
+        return dataclasses.replace(self, held=held), flushed
 
     def fill(self, layer: int, keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"], n: Int[Array, "B"], *queries: Array) -> Any:
         if not self.windowed[layer]:
             return self.held.fill(self.held_index(layer), keys, values, n, *queries)
-        return FullLayer(*FullLayer(keys, values).read(self._positions(n)[:, None]))
+        return FullLayer(*FullLayer(keys, values).read(self.positions(n)[:, None]))
 
     def tokens(self, layer: int, positions: Int[Array, "#R #K T"], batch_rows: Int[Array, "R"] | None = None) -> KeysValues:
         """See `Cache.tokens`. Of a layer with a window the tokens before it have no meaning."""
         if not self.windowed[layer]:
             return self.held.tokens(self.held_index(layer), positions, batch_rows)
-        ring = self._ring(layer)
+        ring = self.ring(layer)
         return ring.read(positions % ring.keys.shape[2], batch_rows)
 
     def recent_tokens(self, layer, positions):
@@ -151,37 +226,23 @@ class SlidingCache(Cache):
         held, after = self.held.with_layer_on_device(self.held_index(layer), after=after)
         return dataclasses.replace(self, held=held), after
 
+    def min_rollback(self, tokens):
+        # All that a pass may append, and is rolled back, may have been written after the row's last token: then a ring has just the window
+        # before the token that comes next, and the one before that.
+        return 0 if tokens <= self.window else tokens - 1
+
+    def guided(self, **guess):
+        return dataclasses.replace(self, held=self.held.guided(**guess))
+
+    def with_fetched(self, rows, before):
+        return dataclasses.replace(self, held=self.held.with_fetched(rows, before.held))
+
     def reads(self, view, tokens):
         return self.held.reads(view, tokens)
-
-    def bytes_of_reads(self, layer, reads):
-        if not self.windowed[layer]:
-            return self.held.bytes_of_reads(self.held_index(layer), reads)
-        ring = self._ring(layer)
-        return bytes_of_tokens(ring, min(reads.quantized + reads.full, self.window), ring.keys.shape[2]), 0
 
     def with_rows(self, rows: Self, slots: Int[Array, "k"], pages: Int[Array, "k C"] | None = None) -> Self:
         rings = jax.tree.map(lambda x, row: x.at[slots].set(row), self.rings, rows.rings)
         return dataclasses.replace(self, held=self.held.with_rows(rows.held, slots, pages), rings=rings)
-
-    def _kept_and_size(self, n: Int[Array, "B"]) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
-        return jnp.zeros_like(n), jnp.full_like(n, self.rings[0].keys.shape[2])
-
-    def _positions(self, n: Int[Array, "B"]) -> Int[Array, "B S"]:
-        """The position of the token in each row of a ring, after n[b] tokens; beyond n where there is none yet."""
-        return token_in_row(jnp.arange(self.rings[0].keys.shape[2]), n, *self._kept_and_size(n))
-
-
-class _Pass:
-    """A pass over all layers. reading: what a pass over the layers without a window reads."""
-
-    def __init__(self, cache: SlidingCache, reading: Any):
-        self._cache, self._reading = cache, reading
-
-    def attend(self, layer, qkv, cos, sin, *, view):
-        if (index := self._cache.held_index(layer)) is not None:
-            return self._reading.attend(index, qkv, cos, sin, view=view)
-        return *self._cache.attend_in_window(layer, qkv, cos, sin), None
 
 
 @jax.tree_util.register_dataclass
@@ -263,3 +324,32 @@ class NoLayersCache(Cache):
         raise AssertionError("every layer has a window, so no other cache holds one")
 
     attend = fill = tokens = bytes_of_reads = _no_layer
+
+
+def beside_rings(
+    make: Callable[[LlamaConfig], Cache],
+    model: LlamaConfig,
+    schedule: Schedule,
+    *,
+    batch: int,
+    capacity: int,
+    num_speculative_tokens: int,
+    dtype: jnp.dtype,
+) -> SlidingCache:
+    """The cache of a model with a window.
+
+    Args:
+        make: makes the cache of the layers without one; its argument is the model without the others.
+        model: the shape of the model.
+        schedule: of the cache that `make` makes.
+        batch, capacity, num_speculative_tokens, dtype: see `qspec_jax.caches.registry.RegisteredCache.make`.
+    """
+    if model.full_layers:
+        held = make(dataclasses.replace(model, num_layers=len(model.full_layers), sliding_layers=(), sliding_window=None))
+    else:
+        held = NoLayersCache.of(batch, schedule, capacity)
+    rows = model.sliding_window + num_speculative_tokens + 1
+    shape = dict(batch=batch, kv_heads=model.num_kv_heads, rows=rows, head_dim=model.head_dim, dtype=dtype)
+    windowed = tuple(i in model.windowed_layers for i in range(model.num_layers))
+    kind = SlidingPooledCache if isinstance(held, PooledCache) else SlidingCache
+    return kind(held, tuple(FullLayer.zeros(**shape) for _ in range(sum(windowed))), windowed, model.sliding_window)

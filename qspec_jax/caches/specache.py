@@ -166,6 +166,19 @@ class SpeCache(Cache):
     def with_rows(self, rows: Self, slots: Int[Array, "k"], pages: Int[Array, "k C"] | None = None) -> Self:
         return jax.tree.map(lambda held, new: with_rows(held, new, slots), self, rows)
 
+    def guided(self, *, chooses: Bool[Array, "B"] | None = None, missed: Bool[Array, "B"] | None = None) -> Self:
+        """The cache with these values of its attributes; None: as it has them."""
+        return dataclasses.replace(
+            self, chooses=self.chooses if chooses is None else chooses, missed=self.missed if missed is None else missed
+        )
+
+    def with_fetched(self, rows: Bool[Array, "B"], before: Self) -> Self:
+        """The cache with the tokens that it has fetched in these rows; in the others those of the cache as it was before."""
+        layers = (
+            dataclasses.replace(new, fetched=where_rows(rows, new.fetched, old.fetched)) for new, old in zip(self.layers, before.layers)
+        )
+        return dataclasses.replace(self, layers=tuple(layers))
+
     def tokens(self, layer: int, positions: Int[Array, "#R #K T"], batch_rows: Int[Array, "R"] | None = None) -> KeysValues:
         return self._codes.tokens(layer, positions, batch_rows)
 

@@ -105,7 +105,8 @@ def residence(
     config, resident = model.config, cache.settings.resident
     sizes = dict(batch=batch, capacity=capacity, num_speculative_tokens=num_speculative_tokens, dtype=model.dtype)
     shapes = jax.eval_shape(lambda: cache.with_resident(0.0).empty(config, **sizes))
-    layers, of_layer = config.num_layers, bytes_of(shapes.offloaded_part(shapes.layers[0]))
+    streamed = shapes.streamed_part
+    layers, of_layer = len(streamed.layers), bytes_of(streamed.offloaded_part(streamed.layers[0]))
     if resident is None:
         free, fitting = free_bytes(), 0
         if free is not None:

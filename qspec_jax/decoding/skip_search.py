@@ -30,7 +30,7 @@ from qspec_jax.caches.prefill import prefill
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.drafts.self_speculative import SelfSpeculativeDraft
-from qspec_jax.drafts.step_bytes import ITEM_BYTES, weight_bytes
+from qspec_jax.drafts.step_bytes import ITEM_BYTES, reads_of_step, weight_bytes
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import padded
 from qspec_jax.models.skipping import NO_LAYERS, MaskedSkippingModel, Skipped
@@ -91,7 +91,7 @@ class RoundBytes:
         model, c = draft.step.model, target.config
         of_weights, shapes = functools.partial(weight_bytes, max_item_bytes=ITEM_BYTES), cache.outline(c, tokens)
         read = draft.cache_read(shapes)
-        keys_values = [read.bytes_of_reads(layer, draft.reads(layer, shapes, tokens))[0] for layer in range(c.num_layers)]
+        keys_values = [read.bytes_of_reads(layer, each)[0] for layer, each in enumerate(reads_of_step(draft, shapes, tokens))]
         everything = of_weights(model) + sum(keys_values)
 
         def saved(**skipped: set[int]) -> int:

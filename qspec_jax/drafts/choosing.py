@@ -5,7 +5,6 @@ import math
 from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.hierarchical import HierarchicalCache
 from qspec_jax.caches.registry import CACHES
-from qspec_jax.caches.sliding import SlidingCache
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 
@@ -37,8 +36,11 @@ def tokens_asked(budget: float, quantized: int, size: int) -> int:
 
 def check_has_groups(cache: Cache, draft: str) -> None:
     """Raises InputError for a cache without groups. draft: the name of the draft that chooses from them."""
-    if isinstance(cache, SlidingCache) and not cache.full_layers:
-        raise InputError(f"draft {draft} reads groups of layers without a sliding window, and the model has no such layer")
     if not isinstance(getattr(cache, "pooled_part", None), HierarchicalCache):
         given = next((f", not {name}" for name, kind in CACHES.items() if isinstance(cache, kind)), "")
         raise InputError(f"draft {draft} reads groups of the int8 cache; give --cache int8{given}")
+
+
+def is_dense(cache: Cache, layer: int, dense_layers: int) -> bool:
+    """Whether a step reads all of a layer that a pass of the target reads: of one with a sliding window, and of the first others."""
+    return layer not in cache.full_layers[dense_layers:]

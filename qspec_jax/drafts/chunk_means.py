@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.formats.views import UPPER_PLANE, ChosenTokens
 from qspec_jax.caches.cache import AppendedCache, Cache, Gives, Reads
-from qspec_jax.drafts.choosing import check_budget, check_fits, check_has_groups, parts_asked, tokens_asked
+from qspec_jax.drafts.choosing import check_budget, check_fits, check_has_groups, is_dense, parts_asked, tokens_asked
 from qspec_jax.drafts.chunks import FirstQueriesCache, chunk_scores
 from qspec_jax.drafts.draft import Prompt, RoundResult
 from qspec_jax.drafts.self_speculative import SelfSpeculativeDraft, SelfSpeculativeSettings
@@ -53,8 +53,8 @@ class ChunkMeansSettings(SelfSpeculativeSettings):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ChunkMeansState:
-    """chosen: for each layer the tokens of the quantized region that are read. queries: those of the last pending token, or of the prompt's
-    last token. since: tokens emitted since the choice was made."""
+    """chosen: for each layer without a sliding window the tokens of the quantized region that are read. queries: there, those of the last
+    pending token, or of the prompt's last token. since: tokens emitted since the choice was made."""
 
     chosen: tuple[Bool[Array, "B K S"], ...]
     queries: tuple[Float[Array, "B N H"], ...]
@@ -75,17 +75,17 @@ class ChunkMeansDraft(SelfSpeculativeDraft):
         check_has_groups(prompt.cache, "chunk-means")
         if prompt.cache.group_size % self.settings.chunk:
             raise InputError(f"draft chunk {self.settings.chunk} should divide the groups of {prompt.cache.group_size} tokens")
-        queries = tuple(q[:, 0] for q in prompt.queries)
+        queries = tuple(prompt.queries[i][:, 0] for i in prompt.cache.full_layers)
         return ChunkMeansState(self.choose(queries, prompt.cache), queries, jnp.zeros_like(prompt.n))
 
     def choose(self, queries: tuple[Float[Array, "B N H"], ...], cache: Cache) -> tuple[Bool[Array, "B K S"], ...]:
-        """The tokens to read in each layer: the first chunk, and those whose mean key gets the most attention."""
+        """The tokens to read in each layer without a sliding window: the first chunk, and those whose mean key gets the most attention."""
         settings = self.settings
         tokens, found = cache.groups * cache.group_size, []
         parts, kv_heads = cache.lengths.quantized // settings.chunk, self.step.model.config.num_kv_heads
         count = jnp.minimum(jnp.ceil(parts_asked(settings.budget, parts, settings.chunk)).astype(jnp.int32), parts)[:, None, None]
-        for i, q in enumerate(queries):
-            if i < settings.dense_layers or not tokens:
+        for i, q in zip(cache.full_layers, queries, strict=True):
+            if is_dense(cache, i, settings.dense_layers) or not tokens:
                 found.append(jnp.ones((q.shape[0], kv_heads, tokens), bool))
                 continue
             score = self.step.model.sum_of_copies(chunk_scores(q, cache, i, parts, tokens=tokens, chunk=settings.chunk))
@@ -94,8 +94,9 @@ class ChunkMeansDraft(SelfSpeculativeDraft):
         return tuple(found)
 
     def step_in_round(self, state: ChunkMeansState, cache: Cache) -> ViewedModel:
-        views = [UPPER_PLANE if i < self.settings.dense_layers else ChosenTokens(chosen) for i, chosen in enumerate(state.chosen)]
-        return ViewedModel(self.step.model, tuple(views))
+        chosen = dict(zip(cache.full_layers, map(ChosenTokens, state.chosen), strict=True))
+        dense = (is_dense(cache, i, self.settings.dense_layers) for i in range(len(cache.layers)))
+        return ViewedModel(self.step.model, tuple(UPPER_PLANE if all_of_it else chosen[i] for i, all_of_it in enumerate(dense)))
 
     def cache_of_steps(self, state: ChunkMeansState, cache: Cache) -> AppendedCache:
         return FirstQueriesCache(cache, state.queries, jnp.int32(0))
@@ -118,7 +119,7 @@ class ChunkMeansDraft(SelfSpeculativeDraft):
 
     def reads(self, layer: int, cache: Cache, tokens: int) -> Reads:
         settings, dense = self.settings, cache.reads(UPPER_PLANE, tokens)
-        if layer < settings.dense_layers:
+        if is_dense(cache, layer, settings.dense_layers):
             return dense
         asked = tokens_asked(settings.budget, dense.quantized, settings.chunk)
         return dataclasses.replace(dense, quantized=min(dense.quantized, asked))

@@ -21,7 +21,7 @@ SCORED_AT_ONCE = 4096  # tokens, about, whose keys are scored at a time
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FirstQueriesCache(QueriedCache):
-    """A cache that keeps the queries of the first token of its first pass, [B, N, H] for each layer."""
+    """A cache that keeps the queries of the first token of its first pass, [B, N, H] for each layer without a sliding window."""
 
     cache: AppendedCache
     queries: tuple[Float[Array, "B N H"], ...]
@@ -31,7 +31,7 @@ class FirstQueriesCache(QueriedCache):
         return q[:, 0]
 
     def after_pass(self, left: tuple[Any, ...]) -> Self:
-        kept = tuple(jnp.where(self.passes == 0, q, old) for q, old in zip(left, self.queries))
+        kept = tuple(jnp.where(self.passes == 0, left[i], old) for i, old in zip(self.full_layers, self.queries, strict=True))
         return FirstQueriesCache(self.cache, kept, self.passes + 1)
 
     def queries_where(self, used: Bool[Array, "B"], before: tuple[Array, ...]) -> tuple[Float[Array, "B N H"], ...]:

@@ -75,7 +75,8 @@ class CompactSettings(SelfSpeculativeSettings, abc.ABC):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompactDraft(SelfSpeculativeDraft):
     """Single-token steps of a model over a compact cache, which is the draft's state, or a part of it where a subclass says so. A subclass
-    also says what the cache holds at first. The model reads all of the compact cache, whatever its view."""
+    also says what the cache holds at first. The model reads all of the compact cache, whatever its view. Layers with a sliding window are
+    not in it: there the steps read the target's cache."""
 
     settings: CompactSettings = dataclasses.field(metadata={"static": True})
 
@@ -86,10 +87,10 @@ class CompactDraft(SelfSpeculativeDraft):
         return self.step
 
     def cache_of_steps(self, state: State, cache: Cache) -> AppendedCache:
-        return state
+        return cache.steps_over(state)
 
     def after_steps(self, state: State, cache: Cache, stepped: AppendedCache, used: Bool[Array, "B"]) -> tuple[State, Cache]:
-        return stepped, cache
+        return cache.from_steps(stepped)
 
     def read_in_round(self, state: State, cache: Cache) -> tuple[View | HeldKeys, ...] | None:
         return tuple(HeldKeys(keys, state.rows) for keys in state.keys)
@@ -111,8 +112,8 @@ class CompactDraft(SelfSpeculativeDraft):
         """What is read of the compact cache with these numbers of tokens."""
         return Reads(0, 0, taken_in + appended) if self.settings.cache == "full" else Reads(2, taken_in, appended)
 
-    def cache_read(self, cache: Cache) -> CompactCache:
-        return CompactCache.outline(self.step.model.config, self.settings.cache)
+    def cache_read(self, cache: Cache) -> AppendedCache:
+        return cache.steps_over(CompactCache.outline(self.step.model.config, self.settings.cache))
 
     def holds(self, prompt: int, capacity: int, gamma: int) -> Reads:
         return self.held(prompt + 1)
@@ -136,10 +137,11 @@ class CompactDraft(SelfSpeculativeDraft):
 
 
 def tokens_of_round(result: RoundResult, cache: Cache) -> tuple[list[KeysValues], Int[Array, "B"]]:
-    """The keys and values of the tokens that a round added to the target's cache, for each layer, and how many there are in each row.
+    """The keys and values of the tokens that a round added to the target's cache, for each layer without a sliding window, and how many
+    there are in each row.
 
     They are the target's, so none is missing if all drafts were accepted.
     """
     came = jnp.where(result.count > 0, result.accepted + 1, 0)
     positions = (cache.lengths.total - came)[:, None] + jnp.arange(result.tokens.shape[1])
-    return [cache.recent_tokens(i, positions[:, None]) for i in range(len(cache.layers))], came
+    return [cache.recent_tokens(i, positions[:, None]) for i in cache.full_layers], came

@@ -392,8 +392,7 @@ class DraftSettings(Protocol):
     """The settings of a draft: a frozen dataclass of numbers and texts, each with a default.
 
     Settings that name checkpoints have the attribute `checkpoints`, see `checkpoints_of`. Those of a draft that needs more of the target's
-    cache than passes over all of it have the attribute `needs`, see `needs_of`. Those of a draft that is compatible with layers that have a
-    sliding window have the attribute `takes_windows`, see `takes_windows`.
+    cache than passes over all of it have the attribute `needs`, see `needs_of`.
     """
 
     def make(self, model: Llama, int4: Callable[[], Llama]) -> Draft:
@@ -405,11 +404,6 @@ class DraftSettings(Protocol):
 def checkpoints_of(settings: DraftSettings | None) -> tuple[str, ...]:
     """The checkpoints, directories or names on the Hub, that a draft reads besides the target's."""
     return getattr(settings, "checkpoints", ())
-
-
-def takes_windows(settings: DraftSettings) -> bool:
-    """Whether a draft is compatible with a model in which some layers have a sliding window: it keeps no keys of the target's layers."""
-    return getattr(settings, "takes_windows", False)
 
 
 def needs_of(settings: DraftSettings | None) -> frozenset[Gives]:

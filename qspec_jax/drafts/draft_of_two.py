@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import ClassVar, Self
 
 from qspec_jax.caches.cache import Cache, Gives
-from qspec_jax.drafts.draft import Draft, DraftSettings, RoundResult, State, checkpoints_of, needs_of, takes_windows
+from qspec_jax.drafts.draft import Draft, DraftSettings, RoundResult, State, checkpoints_of, needs_of
 from qspec_jax.models.skipping import Skipped
 
 
@@ -81,11 +81,6 @@ class SettingsOfTwo:
     def checkpoints(self) -> tuple[str, ...]:
         """The checkpoints that the two read besides the target's."""
         return sum(map(checkpoints_of, self.parts), ())
-
-    @property
-    def takes_windows(self) -> bool:
-        """See `draft.takes_windows`."""
-        return all(map(takes_windows, self.parts))
 
     @property
     def needs(self) -> frozenset[Gives]:

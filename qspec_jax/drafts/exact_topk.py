@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.formats.views import UPPER_PLANE, LargestMass
 from qspec_jax.caches.cache import Cache, Gives, Reads
-from qspec_jax.drafts.choosing import check_budget, check_fits, check_has_groups, parts_asked, tokens_asked
+from qspec_jax.drafts.choosing import check_budget, check_fits, check_has_groups, is_dense, parts_asked, tokens_asked
 from qspec_jax.drafts.draft import Prompt, State
 from qspec_jax.drafts.self_speculative import SelfSpeculativeDraft, SelfSpeculativeSettings
 from qspec_jax.errors import InputError
@@ -27,7 +27,6 @@ class ExactTopKSettings(SelfSpeculativeSettings):
     """A step attends to all recent tokens besides those that it chooses."""
 
     needs: ClassVar[frozenset[Gives]] = frozenset({Gives.GROUPS})
-    takes_windows: ClassVar[bool] = True
 
     budget: float = setting(
         0.06, "How much of the quantized tokens a step reads: a share of at most 1 (0.06 is 6 %), or a number of tokens (6 is 6 tokens)."
@@ -73,14 +72,14 @@ class ExactTopKDraft(SelfSpeculativeDraft):
         parts = cache.lengths.quantized // size
         count = jnp.ceil(parts_asked(self.settings.budget, parts, size)).astype(jnp.int32)
         chosen = LargestMass(jnp.minimum(count, parts), self.settings.unit == "group")
-        views = tuple(UPPER_PLANE if layer < self.settings.dense_layers else chosen for layer in range(len(cache.layers)))
+        views = tuple(UPPER_PLANE if is_dense(cache, layer, self.settings.dense_layers) else chosen for layer in range(len(cache.layers)))
         return ViewedModel(self.step.model, views)
 
     def reads(self, layer: int, cache: Cache, tokens: int) -> Reads:
         """See `ModelDraft.reads`. That a step reads all keys to find its choice does not count: no draft that is measured by it does."""
         check_has_groups(cache, "exact-topk")
         settings, dense = self.settings, cache.reads(UPPER_PLANE, tokens)
-        if layer < settings.dense_layers:
+        if is_dense(cache, layer, settings.dense_layers):
             return dense
         asked = tokens_asked(settings.budget, dense.quantized, settings.size(cache.group_size))
         return dataclasses.replace(dense, quantized=min(dense.quantized, asked))

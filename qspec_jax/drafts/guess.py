@@ -67,19 +67,15 @@ class NextTokenGuess(Draft):
         def pre_decoded(carry):
             state, cache = carry
             logits, stepped = self.step(pending[:, None], position[:, None], cache)
-            layers = (
-                dataclasses.replace(after, fetched=where_rows(~state.begun, after.fetched, before.fetched))
-                for after, before in zip(stepped.layers, cache.layers, strict=True)
-            )
             guess = where_rows(~state.begun, logits[:, 0].argmax(-1).astype(state.guess.dtype), state.guess)
             of_pending = where_rows(~state.begun, pending, state.of_pending)
-            after = dataclasses.replace(stepped, layers=tuple(layers)).rollback(cache.lengths)
+            after = stepped.with_fetched(~state.begun, cache).rollback(cache.lengths)
             return GuessState(guess, of_pending, state.begun | running), after
 
         # In a row that has ended nothing is missed, or the others would wait for what it chooses.
-        cache = dataclasses.replace(cache, chooses=running, missed=jnp.zeros_like(running))
+        cache = cache.guided(chooses=running, missed=jnp.zeros_like(running))
         state, cache = at_most_once((running & ~state.begun).any(), pre_decoded, (state, cache))
-        return state, dataclasses.replace(cache, missed=running & (pending != state.of_pending))
+        return state, cache.guided(missed=running & (pending != state.of_pending))
 
     def after_pass(self, state: GuessState, guess: Int[Array, "B"], running: Bool[Array, "B"]) -> GuessState:
         """The state after that pass. guess: the model's most likely token after the guess that it was given."""

@@ -6,7 +6,6 @@ longest first, but of several places the most recent one is taken.
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -87,8 +86,6 @@ def look_up(
 @dataclasses.dataclass(frozen=True)
 class PromptLookupSettings:
     """N-grams are looked for from the longest to the shortest."""
-
-    takes_windows: ClassVar[bool] = True
 
     longest: int = setting(3, "How many tokens the longest n-gram has.")
     shortest: int = setting(1, "How many tokens the shortest n-gram has.", minimum=1)

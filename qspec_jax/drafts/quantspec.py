@@ -5,7 +5,6 @@ Source: QuantSpec (arXiv 2502.10424), algorithm 1 and section 4.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import ClassVar
 
 import jax
 
@@ -40,8 +39,6 @@ class QuantSpecDraft(SelfSpeculativeDraft):
 @dataclasses.dataclass(frozen=True)
 class QuantSpecSettings(SelfSpeculativeSettings):
     """Sensitive layers are L_S in algorithm 1 of the paper, which does not define them."""
-
-    takes_windows: ClassVar[bool] = True
 
     cache: str = setting("int4", "What is read of the target's cache: the upper plane, or both.", choices=tuple(DRAFT_VIEWS))
     sensitive_layers: int = setting(0, "How many of the first and of the last layers are the target's own, in weights and cache.")

@@ -7,11 +7,10 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 
-from qspec_jax.caches.cache import Gives
 from qspec_jax.checkpoints.tokenizers import check_same_tokens
 from qspec_jax.drafts.chunk_means import ChunkMeansSettings
 from qspec_jax.drafts.combine import CombinedSettings
-from qspec_jax.drafts.draft import Draft, DraftSettings, checkpoints_of, needs_of, takes_windows
+from qspec_jax.drafts.draft import Draft, DraftSettings, checkpoints_of, needs_of
 from qspec_jax.drafts.exact_topk import ExactTopKSettings
 from qspec_jax.drafts.h2o import H2ODraftSettings
 from qspec_jax.drafts.int4 import int4_model
@@ -128,13 +127,10 @@ def with_budget(text: str, budget: float) -> str:
 
 
 def check_windows(settings: DraftSettings, config: LlamaConfig) -> None:
-    """Raises InputError for a draft that is not compatible with the sliding windows of a model's layers."""
-    name = next((name for name, kind in DRAFTS.items() if type(settings) is kind), settings)
-    if config.windowed_layers and not takes_windows(settings):
-        others = ", ".join(name for name, kind in DRAFTS.items() if takes_windows(kind))
-        raise InputError(f"draft {name} keeps keys of the target's layers, of which some have a sliding window here; {others} do not")
-    if len(config.windowed_layers) == config.num_layers and Gives.GROUPS in needs_of(settings):
-        raise InputError(f"draft {name} reads groups of layers without a sliding window, and the model has no such layer")
+    """Raises InputError for a draft that chooses what it reads, of a model in which every layer has a sliding window."""
+    if not config.full_layers and needs_of(settings):
+        name = next((name for name, kind in DRAFTS.items() if type(settings) is kind), settings)
+        raise InputError(f"draft {name} chooses what it reads in layers without a sliding window, and the model has no such layer")
 
 
 def make_draft(

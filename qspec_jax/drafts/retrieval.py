@@ -64,8 +64,8 @@ class RetrievalSettings(CompactSettings):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RetrievalState:
-    """own: the tokens that were copied, and in its ring those that came since. queries: for each layer those of the last pending token, or
-    of the prompt's last token. budget: of each row, in tokens; most: that of any. since: tokens emitted since the choice was made.
+    """own: the tokens that were copied, and in its ring those that came since. queries: for each layer of `own` those of the last pending
+    token, or of the prompt's last token. budget: of each row, in tokens; most: that of any. since: tokens emitted since the last choice.
     accepted: rolling average, over rounds with drafts, of the share of the judged ones that was accepted; 1 after each choice."""
 
     own: CompactCache
@@ -95,7 +95,7 @@ class RetrievalDraft(CompactDraft):
 
     def begin(self, prompt: Prompt) -> RetrievalState:
         budget, most = self.budgets(prompt)
-        queries = tuple(q[:, 0] for q in prompt.queries)
+        queries = tuple(prompt.queries[i][:, 0] for i in prompt.cache.full_layers)
         ring = max(1, min(self.settings.ring_size, prompt.capacity - prompt.tokens.shape[1]))
 
         def layer(_, *both):
@@ -118,12 +118,12 @@ class RetrievalDraft(CompactDraft):
         """Copies the best chunks of rows of a cache, and after them the rows' recent tokens.
 
         Args:
-            queries: those that choose, for each layer.
+            queries: those that choose, for each layer of the cache without a sliding window.
             cache: the target's.
             budget: of each row, in tokens.
             most: the maximum budget.
             batch_rows: these rows of the batch; None: all.
-            make: makes a layer of its number, and its copied keys and values [R, K, most, H].
+            make: makes a layer of its number among those, and its copied keys and values [R, K, most, H].
 
         Returns:
             The layers, and how many tokens there are in each row, within its budget.
@@ -133,7 +133,7 @@ class RetrievalDraft(CompactDraft):
         whole, width = jnp.maximum(n - RECENT, 0) // chunk, RECENT + chunk
         count = jnp.minimum(whole, (budget - width) // chunk)
         place, layers = jnp.arange(most), []
-        for i, q in enumerate(queries):
+        for number, (i, q) in enumerate(zip(cache.full_layers, queries, strict=True)):
             on_device, layers = cache.with_layer_on_device(i, after=layers)
             score = chunk_scores(q, on_device, i, whole, batch_rows, tokens=cache.capacity, chunk=chunk)
             score = self.step.model.sum_of_copies(score)
@@ -141,16 +141,17 @@ class RetrievalDraft(CompactDraft):
             in_chunk = jnp.take(best, jnp.minimum(place // chunk, best.shape[2] - 1), axis=2) * chunk + place % chunk
             recent = ((whole - count) * chunk)[:, None, None] + place
             positions = jnp.where(place < (count * chunk)[:, None, None], in_chunk, recent)
-            layers.append(make(i, *on_device.tokens(i, positions, batch_rows)))
+            layers.append(make(number, *on_device.tokens(i, positions, batch_rows)))
         return layers, n - (whole - count) * chunk
 
     def cache_of_steps(self, state: RetrievalState, cache: Cache) -> AppendedCache:
-        return FirstQueriesCache(state.own, state.queries, jnp.int32(0))
+        return FirstQueriesCache(cache.steps_over(state.own), state.queries, jnp.int32(0))
 
     def after_steps(
         self, state: RetrievalState, cache: Cache, stepped: AppendedCache, used: Bool[Array, "B"]
     ) -> tuple[RetrievalState, Cache]:
-        return dataclasses.replace(state, own=stepped.cache, queries=stepped.queries_where(used, state.queries)), cache
+        own, cache = cache.from_steps(stepped.cache)
+        return dataclasses.replace(state, own=own, queries=stepped.queries_where(used, state.queries)), cache
 
     def read_in_round(self, state: RetrievalState, cache: Cache) -> tuple[View | HeldKeys, ...] | None:
         return super().read_in_round(state.own, cache)

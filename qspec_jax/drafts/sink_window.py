@@ -21,7 +21,8 @@ class SinkWindow:
     """A compact cache whose ring is the window, and whose first tokens, the sinks, have the positions right before it.
 
     Attention asks for differences of positions alone. So it is not the window that moves down to the sinks, but the sinks that move up to
-    the window, by as many positions as tokens have left it. sinks: for each layer their keys as they were taken in, from which they are
+    the window, by as many positions as tokens have left it. sinks: for each layer of the cache, which are the model's without a sliding
+    window, their keys as they were taken in, from which they are
     moved each time, so that errors do not add up; empty where there are no sinks, or they stay at these positions.
     """
 
@@ -51,7 +52,7 @@ class SinkWindow:
         plain = (dataclasses.replace(each, attention_factor=1.0) for each in c.ropes)
         cos_sin = (rope.cos_sin(each, c.head_dim, c.max_position_embeddings, gone, cache.taken[:, None]) for each in plain)
         angles = Angles(tuple(cos_sin), None)
-        keys = [model.layers[i].turned(keys, *model.layers[i].angles_of(angles)) for i, keys in enumerate(self.sinks)]
+        keys = [model.layers[i].turned(keys, *model.layers[i].angles_of(angles)) for i, keys in zip(c.full_layers, self.sinks, strict=True)]
         return dataclasses.replace(self, cache=cache.with_first_keys(keys, changed))
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -165,8 +164,6 @@ class SmallModelDraft(ModelDraft):
 @dataclasses.dataclass(frozen=True)
 class SmallModelSettings:
     """A window is numbered without a gap, so that the text may be longer than the model takes."""
-
-    takes_windows: ClassVar[bool] = True
 
     model: str = setting("", "The checkpoint: a directory, in Hugging Face format or converted, or ORG/NAME on the Hub.")
     reads: str = setting("text", "Whether the model reads the whole text, or its first tokens and its most recent ones.", choices=READS)

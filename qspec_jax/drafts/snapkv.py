@@ -63,7 +63,7 @@ class SnapKVDraft(CompactDraft):
         ring = max(1, min(self.settings.generated, prompt.capacity - prompt.tokens.shape[1]))
         kept = jnp.minimum(prompt.n, budget)
         layers = []
-        for i in range(len(prompt.cache.layers)):
+        for i in prompt.cache.full_layers:
             model = self.step.model
             on_device, layers = prompt.cache.with_layer_on_device(i, after=layers)
             scores = model.sum_of_copies(prompt_scores(dataclasses.replace(prompt, cache=on_device), i, model.config.num_kv_heads))

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.attention import decode_attention
 from pallas_kernels.formats.views import UPPER_PLANE, DenseView, ListedGroups
 from qspec_jax.caches.cache import NOTHING, Cache, Gives, Reads
-from qspec_jax.drafts.choosing import check_budget, check_fits, check_has_groups, parts_asked, tokens_asked
+from qspec_jax.drafts.choosing import check_budget, check_fits, check_has_groups, is_dense, parts_asked, tokens_asked
 from qspec_jax.drafts.draft import Prompt, RoundResult, State
 from qspec_jax.drafts.self_speculative import SelfSpeculativeDraft, SelfSpeculativeSettings
 from qspec_jax.models.llama import Llama
@@ -38,7 +38,6 @@ class SparseSettings(SelfSpeculativeSettings):
     are among the layer's groups with the most mass, at most `MAX_OF_A_HEAD` times its equal share."""
 
     needs: ClassVar[frozenset[Gives]] = frozenset({Gives.GROUPS})
-    takes_windows: ClassVar[bool] = True
 
     budget: float = setting(
         0.06, "How much of the quantized tokens a step reads: a share of at most 1 (0.06 is 6 %), or a number of tokens (6 is 6 tokens)."
@@ -131,7 +130,7 @@ class SparseDraft(SelfSpeculativeDraft):
             return NOTHING
         check_has_groups(cache, self.name)
         dense, G = cache.reads(UPPER_PLANE, tokens), cache.group_size
-        if layer < self.settings.dense_layers:
+        if is_dense(cache, layer, self.settings.dense_layers):
             return dense
         asked = max(self.settings.min_groups * G, tokens_asked(self.settings.budget, dense.quantized, G))
         return dataclasses.replace(dense, quantized=min(dense.quantized, asked), listed=True)

@@ -6,7 +6,7 @@ from collections import Counter
 import jax
 
 from pallas_kernels.formats.views import UPPER_PLANE
-from qspec_jax.caches.cache import Cache
+from qspec_jax.caches.cache import Cache, Reads
 from qspec_jax.caches.host_memory import in_host
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.drafts.draft import Draft, ModelDraft
@@ -45,8 +45,14 @@ def cache_bytes_of_step(draft: ModelDraft, cache: Cache, tokens: int) -> tuple[i
     cache: the target's, or its shapes. tokens: that it holds in the row, the one that the step appends included.
     """
     own = draft.cache_read(cache)
-    read, copied = zip(*(own.bytes_of_reads(layer, draft.reads(layer, cache, tokens)) for layer in range(len(own.layers))))
+    read, copied = zip(*(own.bytes_of_reads(layer, each) for layer, each in enumerate(reads_of_step(draft, cache, tokens))))
     return sum(read), sum(copied)
+
+
+def reads_of_step(draft: ModelDraft, cache: Cache, tokens: int) -> tuple[Reads, ...]:
+    """What a draft's step reads of each layer of a row. Arguments as of `cache_bytes_of_step`."""
+    own = draft.cache_read(cache)
+    return tuple(own.reads_of_layer(layer, draft.reads(layer, cache, tokens), tokens) for layer in range(len(own.layers)))
 
 
 def devices_of(model: Llama) -> int:

@@ -60,7 +60,7 @@ class StreamingDraft(CompactDraft):
         places = dict(kept=kept, ring=budget - kept, taken=prompt.n)
         positions = token_in_row(jnp.arange(most), **places)[:, None]
         layers, sinks = [], []
-        for i in range(len(prompt.cache.layers)):
+        for i in prompt.cache.full_layers:
             on_device, layers = prompt.cache.with_layer_on_device(i, after=layers)
             keys, values = on_device.tokens(i, positions)
             layers.append(CompactCache.make_layer(keys, values, kind=self.settings.cache, appended=prompt.gamma))
@@ -69,10 +69,11 @@ class StreamingDraft(CompactDraft):
         return SinkWindow(CompactCache.of(layers, **places), tuple(sinks)).moved(self.step.model, jnp.ones_like(prompt.n, bool))
 
     def cache_of_steps(self, state: SinkWindow, cache: Cache) -> AppendedCache:
-        return state.cache
+        return cache.steps_over(state.cache)
 
     def after_steps(self, state: SinkWindow, cache: Cache, stepped: AppendedCache, used: Bool[Array, "B"]) -> tuple[SinkWindow, Cache]:
-        return dataclasses.replace(state, cache=stepped), cache
+        own, cache = cache.from_steps(stepped)
+        return dataclasses.replace(state, cache=own), cache
 
     def commit(self, state: SinkWindow, result: RoundResult, cache: Cache) -> SinkWindow:
         return state.take_in(self.step.model, *tokens_of_round(result, cache))

@@ -48,9 +48,14 @@ class TriForceDraft(DraftOfTwo):
         One of a round's drafts at least is the middle's own token, so it never needs more than gamma - 1. A round's drafts end before row
         2G of the target's buffer, or before its capacity, and after these it has gamma + 1 rows. So a block of the middle has room there,
         of at most gamma tokens (2 with gamma 1), wherever it begins, and `extra_rows` counts none for it. A cache of the middle's own has
-        no such end: see `begin`.
+        no such end: see `begin`. Nor has a ring of the target's.
         """
         return max(1, min(self.gamma1, gamma - 1))
+
+    @property
+    def extra_rows(self) -> int:
+        of_blocks = self.gamma1 if self.middle.step.model.config.windowed_layers else 0
+        return max(super().extra_rows, of_blocks)
 
     def begin(self, prompt: Prompt) -> State:
         of_small, of_middle = self._prompts(prompt)

@@ -23,6 +23,7 @@ from pallas_kernels.rope_append import rotate_and_append
 from qspec_jax.caches.cache import Cache, Reads, bytes_of_tokens, no_tokens
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.caches.schedule import Schedule
+from qspec_jax.caches.sliding import beside_rings
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
@@ -168,16 +169,21 @@ class EmulatedConfig:
     def check_division(self, model: Llama) -> None:
         """Every KV head is quantized by itself, so any division will do."""
 
-    def empty(self, model: LlamaConfig, *, batch: int, capacity: int, num_speculative_tokens: int, dtype: jnp.dtype) -> EmulatedCache:
+    def empty(self, model: LlamaConfig, *, batch: int, capacity: int, num_speculative_tokens: int, dtype: jnp.dtype) -> Cache:
         """A cache without tokens; the dtype of scales and zeros follows from the model's, `dtype`."""
-        if model.windowed_layers:
-            raise InputError("a quantizer of keys and values is not emulated for a model in which layers have a sliding window")
-        G = CacheConfig(group_size=self.group_size).group_size_for(model.head_dim)
-        rows = max(G, capacity + num_speculative_tokens + 1)
-        wide = accumulation_dtype(dtype)
-        sizes = dict(batch=batch, kv_heads=model.num_kv_heads, rows=rows, head_dim=model.head_dim, dtype=wide)
-        layers = tuple(EmulatedLayer(FullLayer.zeros(**sizes), FullLayer.zeros(**sizes), G) for _ in range(model.num_layers))
-        return EmulatedCache(layers, no_tokens(batch), self.quantizer, parameter_dtype(dtype))
+        choice = CacheConfig(group_size=self.group_size)
+        G = choice.group_size_for(model.head_dim)
+
+        def make(model: LlamaConfig) -> EmulatedCache:
+            rows = max(G, capacity + num_speculative_tokens + 1)
+            shape = dict(batch=batch, kv_heads=model.num_kv_heads, rows=rows, head_dim=model.head_dim, dtype=accumulation_dtype(dtype))
+            layers = tuple(EmulatedLayer(FullLayer.zeros(**shape), FullLayer.zeros(**shape), G) for _ in range(model.num_layers))
+            return EmulatedCache(layers, no_tokens(batch), self.quantizer, parameter_dtype(dtype))
+
+        if not model.windowed_layers:
+            return make(model)
+        sizes = dict(batch=batch, capacity=capacity, num_speculative_tokens=num_speculative_tokens, dtype=dtype)
+        return beside_rings(make, model, choice.schedule_for(model.head_dim), **sizes)
 
 
 def in_groups(x: Float[Array, "B K S H"], group_size: int) -> Float[Array, "B K C G H"]:

@@ -156,11 +156,13 @@ def run(
         progress: whether a bar is shown; None: where standard error is a terminal.
 
     Raises:
-        InputError: if all texts are too short, for an unknown variant, and as `acceptance.teacher_forced` does.
+        InputError: if all texts are too short, for an unknown variant, for a model in which every layer has a sliding window, and as `acceptance.teacher_forced` does.
     """
     for variant in variants:
         if variant not in VARIANTS:
             raise InputError(f"variant {variant!r} should be one of {', '.join(VARIANTS)}")
+    if not model.config.full_layers:
+        raise InputError("nothing is quantized of this model: every layer has a sliding window")
     G = CacheConfig(group_size=group_size).group_size_for(model.config.head_dim)
     if prompt_tokens < 2 * G:
         raise InputError(f"prompt_tokens {prompt_tokens} should be at least {2 * G}: nothing of a shorter prompt is quantized")
@@ -199,8 +201,8 @@ def reading_errors(
     """Root mean square error of the prompts' quantized keys and values, relative to their root mean square.
 
     Returns:
-        Errors over the groups that prefill quantizes, in all layers and prompts together; axes: the quantizers; draft and target; keys and
-        values.
+        Errors over the groups that prefill quantizes, in all layers without a sliding window and all prompts together; axes: the
+        quantizers; draft and target; keys and values.
     """
     squares = 0
     for rows in batches(prompts):
@@ -212,10 +214,12 @@ def reading_errors(
 
 @dataclasses.dataclass(frozen=True)
 class _Squares:
-    """A cache for prefill that keeps sums of squares of keys and values, and of their errors, instead of keys and values."""
+    """A cache for prefill that keeps sums of squares of keys and values, and of their errors, instead of keys and values. full_layers: the
+    layers that are quantized."""
 
     quantizers: tuple[Quantizer, ...]
     group_size: int
+    full_layers: tuple[int, ...]
 
     prompt_queries: ClassVar[int] = Cache.prompt_queries
 
@@ -231,13 +235,13 @@ class _Squares:
         return jnp.stack([squares(*raw), *(squares(view.keys - raw[0], view.values - raw[1]) for view in views)])
 
     def filled(self, layers: tuple[Array, ...], n: Array) -> Array:
-        return jnp.stack(layers).sum(0)
+        return jnp.stack([layers[i] for i in self.full_layers]).sum(0)
 
 
 def _squares(
     model: Llama, tokens: Int[Array, "B S"], n: Int[Array, "B"], *, quantizers: tuple[Quantizer, ...], group_size: int
 ) -> Float[Array, "1+2Q 2"]:
-    return prefill(model, tokens, n, _Squares(quantizers, group_size))[1]
+    return prefill(model, tokens, n, _Squares(quantizers, group_size, model.config.full_layers))[1]
 
 
 SQUARES = Compiled(_squares, static_argnames=("quantizers", "group_size"))

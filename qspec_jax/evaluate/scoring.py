@@ -207,7 +207,7 @@ def _score(
             predicted, fed = model(wide, positions[:, :1] + jnp.arange(wide.shape[1]), cache, view=view)
             new_guesses.append(None if guess is None else predicted[:, 1].argmax(-1).astype(guess.dtype))
             logits.append(predicted[:, :width])
-            fed = fed if guess is None else dataclasses.replace(fed, missed=(following[:, 0] != guess) & (done + count < wanted))
+            fed = fed if guess is None else fed.guided(missed=(following[:, 0] != guess) & (done + count < wanted))
             longer.append(fed.commit(cache.lengths, count, wait_for=[predicted[:, 0].argmax(-1)])[0])
         scores = jax.tree.map(lambda rows, new: put(rows, new, done), scores, _compare(logits, following))
         return done + count, tuple(longer), tuple(new_guesses), scores

@@ -105,6 +105,11 @@ class LlamaConfig:
         return () if self.sliding_window is None else self.sliding_layers
 
     @property
+    def full_layers(self) -> tuple[int, ...]:
+        """The layers whose tokens attend to all tokens before them."""
+        return tuple(i for i in range(self.num_layers) if i not in self.windowed_layers)
+
+    @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The different RoPEs of layers: that of most, and that of sliding layers if it is another."""
         return (self.rope,) if self.sliding_rope is None else (self.rope, self.sliding_rope)

@@ -56,11 +56,16 @@ def memory_of(
             changed = (layer_weight_bytes(own, bits, i) - layer_weight_bytes(own, 16, i) for i, bits in enumerate(each.weight_bits))
             draft += model_bytes(own) + sum(changed)
         if each.model.own_cache:
-            held, _ = each.model.cache_read(shapes).bytes_of_reads(0, each.model.holds(context, context + new_tokens, gamma))
-            draft += batch * own.num_layers * held
+            held, cache_read = each.model.holds(context, context + new_tokens, gamma), each.model.cache_read(shapes)
+            if each.model.own_model:
+                of_layers = enumerate(cache_read.reads_of_layer(i, held, held.full) for i in range(own.num_layers))
+            else:  # the rings of other layers are the target's
+                of_layers = ((i, held) for i in cache_read.full_layers)
+            draft += batch * sum(cache_read.bytes_of_reads(i, reads)[0] for i, reads in of_layers)
     host = batch * shapes.num_host_bytes
-    # While a layer is computed, the next is copied. The last one is copied if any is.
-    _, copied = shapes.bytes_of_reads(config.num_layers - 1, shapes.reads(BOTH_PLANES, context))
+    # While a layer is computed, the next is copied. The last one without a sliding window is copied if any is.
+    reads = shapes.reads(BOTH_PLANES, context)
+    copied = max((shapes.bytes_of_reads(layer, reads)[1] for layer in shapes.full_layers[-1:]), default=0)
     besides = max(prefill_bytes(config, cache.name, batch=batch, context=context), decoding + 2 * batch * copied)
     return Memory(model_bytes(config), draft, batch * shapes.num_bytes - host, besides, host)
 

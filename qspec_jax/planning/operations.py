@@ -179,10 +179,13 @@ def prefill_work(config: LlamaConfig, *, batch: int, tokens: int) -> PassWork:
         sum(count * layer_weight_bytes(c, 16, i, rows=rows) for i, count in layer_kinds(c).items()) + (c.hidden_size + head) * ITEM_BYTES,
         (rows * activations + batch * c.vocab_size) * ITEM_BYTES,
     )
-    pairs = tokens * (tokens + 1) / 2
+    # A token and those before it; where a layer has a window, no more than that of them.
+    before_window = tokens if c.sliding_window is None else min(tokens, c.sliding_window)
+    in_window = before_window * (before_window + 1) / 2 + (tokens - before_window) * before_window
+    pairs = len(c.full_layers) * tokens * (tokens + 1) / 2 + len(c.windowed_layers) * in_window
     kept = 2 * c.num_kv_heads * c.head_dim
     attention = Work(
-        4.0 * batch * c.num_layers * c.num_heads * c.head_dim * pairs,
+        4.0 * batch * c.num_heads * c.head_dim * pairs,
         rows * c.num_layers * kept * ITEM_BYTES,
         rows * c.num_layers * 2 * c.num_heads * c.head_dim * ITEM_BYTES,
     )

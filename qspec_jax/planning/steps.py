@@ -13,7 +13,7 @@ from pallas_kernels.formats.weights import Int4Weight
 from qspec_jax.caches.cache import Cache, Reads
 from qspec_jax.drafts.draft import Draft, ModelDraft, Proposes
 from qspec_jax.drafts.registry import DraftSettings
-from qspec_jax.drafts.step_bytes import cache_bytes_of_step, skipped_by
+from qspec_jax.drafts.step_bytes import cache_bytes_of_step, reads_of_step, skipped_by
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
@@ -55,8 +55,10 @@ class StepReads:
 def own_step(config: LlamaConfig, cache: Cache, tokens: int) -> StepReads:
     """What a pass of the model itself reads of a row with `tokens` tokens, those of the pass included: its own weights, and all of its
     cache in both planes. cache: its shapes."""
-    layer = LayerReads(**dataclasses.asdict(cache.reads(BOTH_PLANES, tokens)), weight_bits=4 if config.int4_weights else 16)
-    return StepReads(config, (layer,) * config.num_layers, 16, *cache.bytes_of_pass(BOTH_PLANES, tokens))
+    everything = cache.reads(BOTH_PLANES, tokens)
+    of_layers = (dataclasses.asdict(cache.reads_of_layer(layer, everything, tokens)) for layer in range(config.num_layers))
+    layers = tuple(LayerReads(**each, weight_bits=4 if config.int4_weights else 16) for each in of_layers)
+    return StepReads(config, layers, 16, *cache.bytes_of_pass(BOTH_PLANES, tokens))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,12 +90,11 @@ class OutlinedDraft:
         """What one of its steps reads. cache: the shapes of the target's. tokens: that it holds in a row, those that the step appends
         included. Only for one with a model."""
         draft = self.draft
-        layers = tuple(
-            LayerReads(**dataclasses.asdict(draft.reads(i, cache, tokens)), weight_bits=bits) for i, bits in enumerate(self.weight_bits)
-        )
+        of_layers = zip(reads_of_step(draft, cache, tokens), self.weight_bits, strict=True)
+        layers = tuple(LayerReads(**dataclasses.asdict(each), weight_bits=bits) for each, bits in of_layers)
         # Measured were kernels that read all that is quantized of the target's cache, or listed groups, or a cache in full precision.
         quantized = 0 if draft.own_cache else cache.reads(BOTH_PLANES, tokens).quantized
-        measured = all(layer.listed or layer.quantized == quantized for layer in layers)
+        measured = all(layer.listed or layer.quantized in (0, quantized) for layer in layers)
         sizes = cache_bytes_of_step(draft, cache, tokens)
         return StepReads(draft.step.model.config, layers, self.head_bits, *sizes, kernels_measured=measured)
 

@@ -149,8 +149,8 @@ class State:
         Codes of a flush cannot be undone, so at most as many tokens can be cut off as the buffer holds. To go back further, keep the state.
 
         Raises:
-            InputError: for a number of tokens whose quantized tokens are other ones than those of this state, and for a cache that forgets
-                tokens.
+            InputError: for a number of tokens whose quantized tokens are other ones than those of this state, for a cache that forgets
+                tokens, and for one that needs tokens which left the rings of layers with a sliding window.
         """
         schedule, name = self.reader.schedule, self.reader.cache.kind
         if not 0 < tokens <= len(self):
@@ -167,6 +167,11 @@ class State:
                 f"{tokens}; keep the earlier state"
             )
         cached = min(tokens, self.cached)
+        if cached < (shortest := self.cache.min_rollback(self.cached)):
+            raise InputError(
+                f"a state of {len(self)} tokens can be trimmed to {shortest} or more, not to {tokens}, since layers with a sliding window "
+                "hold no tokens before that of its end; keep the earlier state"
+            )
         cache = self.cache.rollback(schedule.lengths(jnp.array([cached], jnp.int32)))
         known = max(0, self.num_queries - (self.cached - cached))
         queries = tuple(jnp.roll(q, self.cached - cached, 1) for q in self.queries)
