@@ -7,6 +7,7 @@ import pytest
 from runs import random_model, random_prompts
 
 from pallas_kernels.formats.views import BOTH_PLANES
+from qspec_jax.caches.cache import Reads
 from qspec_jax.caches.prefill import prefill as prefill_model
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.batch import run_batch
@@ -16,11 +17,14 @@ from qspec_jax.decoding.reading import extend, prefill
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.saving import load_state, save_state
 from qspec_jax.drafts import make_draft
+from qspec_jax.drafts.step_bytes import reads_of_step
 from qspec_jax.errors import InputError
 from qspec_jax.models.viewed import ViewedModel
 from qspec_jax.planning.devices import DEVICES
+from qspec_jax.planning.operations import pass_work, prefill_work
 from qspec_jax.planning.plan import plan
 from qspec_jax.planning.plan_report import Status
+from qspec_jax.planning.steps import own_step
 
 pytestmark = pytest.mark.usefixtures("float64")
 G, WINDOW = 8, 12
@@ -139,6 +143,25 @@ def test_what_a_pass_reads(model):
     short, long = (shapes.bytes_of_pass(BOTH_PLANES, tokens)[0] for tokens in (WINDOW, 100))
     full, windowed = len(shapes.full_layers), len(model.config.windowed_layers)
     assert long * (full + windowed) * WINDOW == short * (full * 100 + windowed * WINDOW)
+
+
+def test_what_a_plan_counts(model):
+    """The operations and bytes of attention to a window, or to the whole context if it is shorter, whatever the draft chooses elsewhere."""
+    c, shapes = model.config, CacheConfig(group_size=G).outline(model.config, 128)
+    per_token = 4 * c.num_heads * c.head_dim
+    for tokens in (WINDOW - 2, 100):
+        of_window = min(tokens, WINDOW)
+        step = own_step(c, shapes, tokens)
+        seen = len(c.full_layers) * tokens + len(c.windowed_layers) * of_window
+        assert pass_work(step, batch=3, tokens=1).attention.flops == 3 * per_token * seen
+        attended = [sum(min(t, most) for t in range(1, tokens + 1)) for most in (tokens, WINDOW)]
+        pairs = len(c.full_layers) * attended[0] + len(c.windowed_layers) * attended[1]
+        assert prefill_work(c, batch=3, tokens=tokens).attention.flops == 3 * per_token * pairs
+        if c.full_layers:
+            for draft in ("snapkv:budget=33", "sparse:budget=8,min_groups=1"):
+                found = reads_of_step(make_draft(draft, model), shapes, tokens)
+                assert [found[i] for i in c.windowed_layers] == [Reads(0, 0, of_window)] * len(c.windowed_layers)
+                assert all((found[i].quantized + found[i].full < tokens) == (tokens > 34) for i in c.full_layers)
 
 
 def test_a_plan_has_no_draft_that_is_refused(model):

@@ -10,6 +10,7 @@ from runs import random_model, random_prompts
 
 from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE
 from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
@@ -146,6 +147,20 @@ def test_how_far_a_state_can_be_trimmed(model):
     short = prefill(model, PROMPTS[1][:WINDOW], config=settings)
     again = extend(short.trim(3), PROMPTS[1][3:WINDOW])
     np.testing.assert_allclose(again.logits, short.logits, atol=1e-12)
+
+
+def test_a_small_model_whose_window_was_trimmed_away_reads_again(tmp_path):
+    """Of a target without windows a state can go back further than the small model's rings."""
+    shape = hf_config("MistralForCausalLM", max_position_embeddings=512)
+    small = write_checkpoint(tmp_path / "small", shape | {"sliding_window": WINDOW})
+    target = load_model(write_checkpoint(tmp_path / "target", shape), dtype="float64")
+    settings = config(target, f"small-model:model={small}", "full")
+    start = prefill(target, PROMPTS[2][:50], config=settings, room=CAPACITY)
+    cold = generate(target, extend(start, PROMPTS[2][50:]), config=settings)
+    other = generate(target, extend(start, PROMPTS[1]), config=settings).states[0]
+    warm = generate(target, extend(other.trim(50), PROMPTS[2][50:]), config=settings)
+    assert 0 < cold.stats.num_accepted_draft_tokens < cold.stats.num_draft_tokens
+    assert warm.token_ids == cold.token_ids and warm.stats.rows == cold.stats.rows
 
 
 @pytest.mark.parametrize("draft", ["snapkv", "streaming-llm", "retrieval", "chunk-means", "h2o", "triforce:model={small}"])

@@ -206,9 +206,9 @@ class Cache(AppendedCache):
         """As `tokens`, for positions that are among the last T of their row."""
         return self.tokens(layer, positions)
 
-    def min_rollback(self, tokens: int) -> int:
-        """The minimum number of tokens that a row of `tokens` tokens can be rolled back to, without losing any that it reads then. Codes are
-        not counted: of a flush none come back."""
+    def min_rollback(self, tokens: int | Int[Array, "B"]) -> int | Int[Array, "B"]:
+        """The minimum number of tokens that a row of `tokens` tokens can be rolled back to without losing any that it reads then, codes
+        apart, of which a flush has made others."""
         return 0
 
     def flushed_layers(self, due: Bool[Array, "B"]) -> tuple[Any, ...]:

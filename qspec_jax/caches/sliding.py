@@ -229,7 +229,7 @@ class SlidingCache(RingsBeside, Cache):
     def min_rollback(self, tokens):
         # All that a pass may append, and is rolled back, may have been written after the row's last token: then a ring has just the window
         # before the token that comes next, and the one before that.
-        return 0 if tokens <= self.window else tokens - 1
+        return jnp.where(tokens <= self.window, 0, tokens - 1)
 
     def guided(self, **guess):
         return dataclasses.replace(self, held=self.held.guided(**guess))

@@ -6,11 +6,10 @@ from typing import Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
-from qspec_jax.caches.cache import AppendedCache, longer
+from qspec_jax.caches.cache import AppendedCache, Cache, longer
 from qspec_jax.caches.compact import CompactCache
-from qspec_jax.caches.full import FullCache
 from qspec_jax.caches.prefill import prefill
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.drafts.draft import Prompt
@@ -44,7 +43,7 @@ class OwnText(abc.ABC):
 class WholeText(OwnText):
     """Every token stays."""
 
-    cache: FullCache
+    cache: Cache
 
     @classmethod
     def begin(cls, model: Llama, prompt: Prompt, appended: int) -> Self:
@@ -62,6 +61,10 @@ class WholeText(OwnText):
 
     def keep(self, model: Llama, fed: AppendedCache, count: Int[Array, "B"], most: int) -> Self:
         return WholeText(fed.rollback(longer(self.cache.lengths, count)))
+
+    def can_cut(self, length: Int[Array, "B"]) -> Bool[Array, "B"]:
+        """Whether `cut` leaves all that the model reads of each text; a sliding window may be gone."""
+        return self.cache.min_rollback(self.read_so_far) <= length
 
     def cut(self, length: Int[Array, "B"]) -> Self:
         """The texts without what they hold after their first length[b] tokens."""
@@ -111,6 +114,6 @@ class Window(SinkWindow, OwnText):
         return dataclasses.replace(self, cache=fed).take_in(model, [layer.read(rows[:, None]) for layer in fed.layers], count)
 
 
-def _empty(model: Llama, batch: int, capacity: int, appended: int) -> FullCache:
+def _empty(model: Llama, batch: int, capacity: int, appended: int) -> Cache:
     sizes = dict(batch=batch, capacity=capacity, num_speculative_tokens=appended, dtype=model.dtype)
     return CacheConfig("full").empty(model.config, **sizes)

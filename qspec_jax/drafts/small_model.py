@@ -133,9 +133,15 @@ class SmallModelDraft(ModelDraft):
     def begin_again(self, state: SmallModelState, prompt: Prompt, unchanged: Int[Array, "B"]) -> SmallModelState:
         if self.window:  # of which a pass reads all again
             return self.begin(prompt)
-        prompt = dataclasses.replace(prompt, tokens=self.in_own_vocabulary(prompt.tokens))
-        # The model reads the new tokens when it next drafts.
-        return SmallModelState(History.begin(prompt), state.own.cut(unchanged), jnp.zeros_like(prompt.n))
+
+        def cut() -> SmallModelState:
+            # The model reads the new tokens when it next drafts.
+            history = History.begin(dataclasses.replace(prompt, tokens=self.in_own_vocabulary(prompt.tokens)))
+            return SmallModelState(history, state.own.cut(unchanged), jnp.zeros_like(prompt.n))
+
+        if not self.step.model.config.windowed_layers:
+            return cut()
+        return jax.lax.cond(state.own.can_cut(unchanged).all(), cut, lambda: self.begin(prompt))
 
     def propose(self, state: SmallModelState, cache: Cache, current: Round) -> tuple[Proposal, SmallModelState, Cache]:
         state = dataclasses.replace(state, history=state.history.written(0, current.pending[:, None]))

@@ -156,7 +156,8 @@ def run(
         progress: whether a bar is shown; None: where standard error is a terminal.
 
     Raises:
-        InputError: if all texts are too short, for an unknown variant, for a model in which every layer has a sliding window, and as `acceptance.teacher_forced` does.
+        InputError: if all texts are too short, for an unknown variant, for a model in which every layer has a sliding window, and as
+            `acceptance.teacher_forced` does.
     """
     for variant in variants:
         if variant not in VARIANTS:

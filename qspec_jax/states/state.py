@@ -167,7 +167,7 @@ class State:
                 f"{tokens}; keep the earlier state"
             )
         cached = min(tokens, self.cached)
-        if cached < (shortest := self.cache.min_rollback(self.cached)):
+        if cached < (shortest := int(self.cache.min_rollback(self.cached))):
             raise InputError(
                 f"a state of {len(self)} tokens can be trimmed to {shortest} or more, not to {tokens}, since layers with a sliding window "
                 "hold no tokens before that of its end; keep the earlier state"
