@@ -116,12 +116,16 @@ def test_host_memory(model, expected, cache, draft):
 
 
 @pytest.mark.parametrize("fetch", ["ahead", *few("checked")])
-def test_specache_that_fetches_every_token_is_a_full_cache(model, expected, fetch):
-    cache = f"specache:k=128,fetch={fetch},group=4,residual=8"
-    assert generate(model, PROMPTS, config=config(model, "none", cache)).token_ids == expected("full")
-    first = prefill(model, PROMPTS[1][:14], config=config(model, "none", cache), room=CAPACITY)
-    warm = generate(model, extend(first, PROMPTS[1][14:]), config=config(model, "none", cache))
-    assert warm.token_ids[0] == expected("full")[1]
+def test_specache_that_fetches_every_token_is_a_full_cache(model, fetch):
+    """As long as nothing is flushed, of which the pass before could not fetch anything."""
+    prompts, new = random_prompts([34, 66]), dict(max_new_tokens=12)
+    settings = config(model, "none", f"specache:bits=1,k=128,fetch={fetch},group=4,residual=16", **new)
+    found, full = (generate(model, prompts, config=each).token_ids for each in (settings, config(model, "none", "full", **new)))
+    assert found == full
+    codes = generate(model, prompts, config=config(model, "none", "kivi:bits=1,group=4,residual=16", **new))
+    assert codes.token_ids != full
+    state = extend(prefill(model, prompts[1][:9], config=settings, room=CAPACITY), prompts[1][9:])
+    assert generate(model, state, config=settings).token_ids == generate(model, prompts[1], config=settings).token_ids
 
 
 def test_an_emulated_quantizer_is_the_stored_format(model):
