@@ -158,7 +158,7 @@ def test_what_a_plan_counts(model):
         pairs = len(c.full_layers) * attended[0] + len(c.windowed_layers) * attended[1]
         assert prefill_work(c, batch=3, tokens=tokens).attention.flops == 3 * per_token * pairs
         if c.full_layers:
-            for draft in ("snapkv:budget=33", "sparse:budget=8,min_groups=1"):
+            for draft in ("snapkv:budget=33,generated=1", "sparse:budget=8,min_groups=1"):
                 found = reads_of_step(make_draft(draft, model), shapes, tokens)
                 assert [found[i] for i in c.windowed_layers] == [Reads(0, 0, of_window)] * len(c.windowed_layers)
                 assert all((found[i].quantized + found[i].full < tokens) == (tokens > 34) for i in c.full_layers)
