@@ -80,9 +80,9 @@ def compressed(bits: int, group_size: int | None, symmetric: bool, ordered: bool
     return make
 
 
-def awq(random: np.random.Generator, outputs: int, inputs: int) -> Quantized:
-    codes, zeros = random.integers(0, 16, (inputs, outputs)), random.integers(0, 16, (inputs // GROUP, outputs))
-    scales, group = scales_of(random, zeros.shape, inputs, np.float16), np.arange(inputs) // GROUP
+def awq(random: np.random.Generator, outputs: int, inputs: int, group_size: int = GROUP) -> Quantized:
+    codes, zeros = random.integers(0, 16, (inputs, outputs)), random.integers(0, 16, (inputs // group_size, outputs))
+    scales, group = scales_of(random, zeros.shape, inputs, np.float16), np.arange(inputs) // group_size
     order = (0, 2, 4, 6, 1, 3, 5, 7)
     tensors = {"qweight": words(codes, 4, 1, order), "qzeros": words(zeros, 4, 1, order), "scales": scales}
     return tensors, ((codes - zeros[group]).astype(np.float32) * scales.astype(np.float32)[group]).T

@@ -395,6 +395,7 @@ INSTRUCTIONS = {
     r"lop3\.b32 \$0, \$1, \$2, (\w+), 0xEA;": lambda found, code, a, b: a & b | constant(int(found[1], 0), np.int32),
     r"prmt\.b32 \$0, \$1, \$2, (\w+)": _prmt,
     r"cvt\.rn\.(bf16|f16)x2\.f32": _pair,
+    r"\{ \.reg \.b16 low, high; .* cvt\.f32\.f16 \$0, (low|high)": lambda found, code, x: halves(x, "f16")[:, int(found[1] == "high")],
     r"max\.bf16x2": _max_bf16,
     r"cvt\.rn\.f32\.s32": lambda found, code, x: x.astype(np.float32),
     r"fma\.rn\.f32": _fma,

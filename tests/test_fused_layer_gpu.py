@@ -65,6 +65,21 @@ def test_equals_float32_and_the_same_bits_twice(shape, rows):
             assert relative_error(a, c) <= min(1.25 * relative_error(b, c) + 1e-3, 1.5e-2)
 
 
+@gpu
+@pytest.mark.parametrize("scale_dtype", [jnp.bfloat16, jnp.float16, None])
+@pytest.mark.parametrize("group_size", [128, 64, 32])
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("shape", [(4096, 4096, 14336, (4096, 1024, 1024)), (4096, 2048, 5504, (2048, 2048, 2048)), (256, 256, 256, ())])
+def test_zero_points_and_small_groups(shape, rows, group_size, scale_dtype):
+    args = random_layer(*shape, rows, True, group_size=group_size, scale_dtype=scale_dtype)
+    skip_or_fail("mosaic_gpu", mosaic_gpu.unsupported(arguments(*args)))
+    found, again, expected = run(*args), run(*args), exact(*args)
+    composed = between_attentions(*args, eps=EPS, implementation="reference")[:2]
+    for a, b, c, d in zip(found, again, expected, composed):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+        assert relative_error(a, c) <= min(1.25 * relative_error(d, c) + 1e-3, 1.5e-2)
+
+
 def problem_here(*args) -> list:
     """`random_layer`; skips the test where this machine cannot run the kernel."""
     found = random_layer(*args)
@@ -236,7 +251,13 @@ def test_leading_dimensions_are_rows():
 @pytest.mark.parametrize("shape", SHAPES)
 def test_plans_fit(shape, rows):
     width, heads, hidden, outputs = shape
-    weight = lambda out, inputs: jax.eval_shape(lambda: Int4Weight(jnp.zeros((out, inputs // 128, 64), jnp.uint8), None, None))
+
+    def weight(out: int, inputs: int) -> Int4Weight:
+        codes, scale = (
+            jax.ShapeDtypeStruct((out, inputs // 128, *shape), dtype) for shape, dtype in (((64,), jnp.uint8), ((), jnp.bfloat16))
+        )
+        return Int4Weight(codes, scale, scale)
+
     o, gate, down, following = weight(width, heads), weight(hidden, width), weight(width, hidden), [weight(out, width) for out in outputs]
     plan = mosaic_gpu.plan_for(rows, o, gate, down, following, EPS)
     assert plan.layout.total <= 227 * 1024
@@ -254,7 +275,7 @@ def test_plans_fit(shape, rows):
         ({1: jnp.zeros((1, 512), jnp.bfloat16)}, "512, not 256"),
         ({6: random_weight(256, 384, 0)}, "256, not 384"),
         ({4: random_weight(24, 256, 0), 5: random_weight(24, 256, 0)}, "multiples of 16"),
-        ({8: [random_weight(64, 256, 0, 64)]}, "groups of 128"),
+        ({8: [random_weight(64, 256, 0, 64)]}, "groups have one size"),
         ({5: random_weight(512, 256, 0)}, "gate and up of one shape"),
         ({1: jnp.zeros((2, 256), jnp.bfloat16)}, "as many rows attended"),
         ({2: random_weight(512, 256, 0)}, "as wide as x, 256, not 512"),

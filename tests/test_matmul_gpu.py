@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpus import gpu, skip_or_fail
-from problems.matmul import activations, random_weight, relative_error, separate
+from problems.matmul import activations, random_weight, relative_error, separate, with_zero_points
 
 from pallas_kernels import dispatch
 from pallas_kernels.formats.weights import Int4Weight
 from pallas_kernels.gpu.launch import RESERVED_BYTES, SHARED_BYTES
 from pallas_kernels.matmul import (
     int4_matmul,
+    linear,
     mosaic_gpu,
     mosaic_plan,
     mosaic_wide,
@@ -24,6 +25,7 @@ from pallas_kernels.matmul import (
     triton,
     unsupported,
 )
+from pallas_kernels.matmul.support import GROUP_SIZES, Parameters
 
 every_kernel = pytest.mark.parametrize("implementation", dispatch.implementations("matmul", "int4"))
 
@@ -66,6 +68,21 @@ def test_equals_float32_and_the_same_bits_twice(inputs, outputs, rows, implement
 
 @gpu
 @every_kernel
+@pytest.mark.parametrize("scale_dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("rows", [1, 7, 8, 16])
+@pytest.mark.parametrize(("inputs", "outputs"), [*SHAPES, (5504, (4096,))])
+def test_zero_points_equal_float32_and_the_same_bits_twice(inputs, outputs, rows, scale_dtype, implementation):
+    weights = tuple(with_zero_points(random_weight(out, inputs, i), scale_dtype) for i, out in enumerate(outputs))
+    for outliers in (False, True):
+        x = activations(rows, inputs, outliers)
+        run = kernel(implementation, x, weights)
+        y = run(x, weights)
+        np.testing.assert_array_equal(np.asarray(y), np.asarray(run(x, weights)))
+        assert max(relative_error(part, x, weight) for part, weight in zip(separate(y, weights), weights)) <= 5e-3
+
+
+@gpu
+@every_kernel
 def test_what_is_not_finite_stays_in_its_row(implementation):
     # The last row stands for those that a tile has no activations for; and 86 groups leave some warps without.
     for inputs in (4096, 11008):
@@ -91,6 +108,22 @@ def test_leading_dimensions_are_rows(implementation):
 
 
 @gpu
+@every_kernel
+@pytest.mark.parametrize("scale_dtype", [jnp.bfloat16, jnp.float16, None])
+@pytest.mark.parametrize("group_size", [64, 32])
+@pytest.mark.parametrize("rows", [1, 8, 16])
+@pytest.mark.parametrize(("inputs", "outputs"), [*SHAPES, (5504, (4096,))])
+def test_small_groups_equal_float32_and_the_same_bits_twice(inputs, outputs, rows, group_size, scale_dtype, implementation):
+    weights = tuple(random_weight(out, inputs, i, group_size) for i, out in enumerate(outputs))
+    weights = tuple(with_zero_points(weight, scale_dtype) for weight in weights) if scale_dtype else weights
+    x = activations(rows, inputs, True)
+    run = kernel(implementation, x, weights)
+    y = run(x, weights)
+    np.testing.assert_array_equal(np.asarray(y), np.asarray(run(x, weights)))
+    assert max(relative_error(part, x, weight) for part, weight in zip(separate(y, weights), weights)) <= 5e-3
+
+
+@gpu
 @pytest.mark.parametrize("rows", [1, 7, 16])
 @pytest.mark.parametrize(("inputs", "outputs"), [(4096, (4096, 1024, 1024)), (11008, (4096,)), (896, (64, 32))])
 def test_triton_in_every_configuration_worth_measuring(inputs, outputs, rows):
@@ -102,10 +135,11 @@ def test_triton_in_every_configuration_worth_measuring(inputs, outputs, rows):
         assert max(relative_error(part, x, weight) for part, weight in zip(separate(y, weights), weights)) <= 5e-3, config
 
 
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
 @pytest.mark.parametrize("rows", range(1, 17))
-def test_mosaic_plans_fit(rows):
+def test_mosaic_plans_fit(rows, group_size):
     for groups, out in itertools.product((2, 6, 32, 64, 86, 112, 128, 256), (16, 5120, 256000)):
-        plan = mosaic_gpu.plan_for(rows, groups, (out,))
+        plan = mosaic_gpu.plan_for(rows, groups, (out,), Parameters(group_size=group_size))
         assert plan.slots >= mosaic_plan.MIN_SLOTS and plan.layout.total <= 227 * 1024 and plan.blocks == 132
         (stage,) = plan.stages
         assert plan.resident(stage) or plan.room >= mosaic_plan.passes_at_once(rows)
@@ -115,9 +149,10 @@ def test_mosaic_plans_fit(rows):
 @pytest.mark.parametrize("kilobytes", [99, 163, 227])
 @pytest.mark.parametrize("rows", [1, 8, 9, 16])
 @pytest.mark.parametrize("groups", [1, 2, 7, 32, 64, 86, 112, 256])
-def test_triton_plans_cover_every_group_and_fit(monkeypatch, groups, rows, kilobytes):
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+def test_triton_plans_cover_every_group_and_fit(monkeypatch, group_size, groups, rows, kilobytes):
     monkeypatch.setattr(triton, "shared_memory", lambda: kilobytes * 1024)
-    plan = triton.Plan(rows, groups, (4096, 1024, 48))
+    plan = triton.Plan(rows, groups, (4096, 1024, 48), group_size=group_size)
     configs = plan.candidates()
     assert configs[0] == plan.default() == plan.configured(None).config and len(configs) == len(set(configs))
     for config in configs:
@@ -134,7 +169,7 @@ def test_triton_plans_cover_every_group_and_fit(monkeypatch, groups, rows, kilob
     [
         (65, 256, 64, 128, jnp.bfloat16, "rows, not 65"),
         (2, 256, 64, 128, jnp.float32, "bfloat16, not float32"),
-        (2, 256, 64, 64, jnp.bfloat16, "groups of 128"),
+        (2, 256, 64, 16, jnp.bfloat16, "groups of 128 or 64 or 32"),
         (2, 256, 72, 128, jnp.bfloat16, "multiples of 16"),
     ],
 )
@@ -145,6 +180,18 @@ def test_kernels_take_no_other_shapes(monkeypatch, rows, inputs, out, group_size
     assert multiply(x, (weight,)).shape == (rows, out)
 
 
+def test_kernels_take_zero_points_of_few_dtypes(monkeypatch):
+    x, weight = jnp.zeros((2, 256), jnp.bfloat16), random_weight(64, 256, 0)
+    several = [with_zero_points(weight, dtype) for dtype in (jnp.float16, jnp.bfloat16, jnp.float32)]
+    for implementation in dispatch.implementations("matmul", "int4"):
+        for supported in several[:2]:
+            assert reason_here(monkeypatch, implementation, x, (supported,)) is None
+        assert "not float32 with zeros in int16" in reason_here(monkeypatch, implementation, x, several[2:])
+        assert "the same dtypes" in reason_here(monkeypatch, implementation, x, (weight, several[0]))
+    # The operation multiplies by each.
+    assert linear(x, [weight, several[0]]).shape == (2, 128)
+
+
 def test_what_one_kernel_alone_takes(monkeypatch):
     x, weight = jnp.zeros((2, 256), jnp.bfloat16), random_weight(64, 256, 0)
     assert "3 weights" in reason_here(monkeypatch, "triton", x, 4 * (weight,))
@@ -152,6 +199,12 @@ def test_what_one_kernel_alone_takes(monkeypatch):
     x = jnp.zeros((17, 256), jnp.bfloat16)
     assert "up to 16 rows" in reason_here(monkeypatch, "triton", x, (weight,))
     assert reason_here(monkeypatch, "mosaic_gpu", x, (weight,)) is None
+    x, small = jnp.zeros((2, 256), jnp.bfloat16), (random_weight(64, 256, 0, 64), random_weight(64, 256, 0, 32))
+    for implementation in dispatch.implementations("matmul", "int4"):
+        assert reason_here(monkeypatch, implementation, x, small[:1]) is reason_here(monkeypatch, implementation, x, small[1:]) is None
+        assert "one size" in reason_here(monkeypatch, implementation, x, small)
+    assert "multiples of 128" in reason_here(monkeypatch, "mosaic_gpu", x[:, :192], (random_weight(64, 192, 0, 64),))
+    assert reason_here(monkeypatch, "triton", x[:, :192], (random_weight(64, 192, 0, 64),)) is None
     x, weight = jnp.zeros((17, 384), jnp.bfloat16), random_weight(64, 384, 0)
     assert "even number" in reason_here(monkeypatch, "mosaic_gpu", x, (weight,))
 
@@ -188,6 +241,20 @@ def test_many_rows_equal_float32_and_the_same_bits_twice(inputs, outputs, rows):
         assert y.shape == (rows, sum(outputs)) and y.dtype == jnp.bfloat16
         np.testing.assert_array_equal(np.asarray(y), np.asarray(run(x, weights)))
         assert max(relative_error(part, x, weight) for part, weight in zip(separate(y, weights), weights)) <= 5e-3
+
+
+@gpu
+@pytest.mark.parametrize("scale_dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+@pytest.mark.parametrize("rows", [1, 9, 17, 64])
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_many_rows_with_zero_points_and_small_groups_equal_float32(inputs, outputs, rows, group_size, scale_dtype):
+    weights = tuple(with_zero_points(random_weight(out, inputs, i, group_size), scale_dtype) for i, out in enumerate(outputs))
+    x = activations(rows, inputs, True)
+    run = many_rows_kernel(x, weights)
+    y = run(x, weights)
+    np.testing.assert_array_equal(np.asarray(y), np.asarray(run(x, weights)))
+    assert max(relative_error(part, x, weight) for part, weight in zip(separate(y, weights), weights)) <= 5e-3
 
 
 @gpu
@@ -243,12 +310,14 @@ def test_int4_matmul_takes_the_kernel_of_many_rows(rows):
     assert (y == ours).all() == (rows >= WIDE_ROWS)
 
 
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
 @pytest.mark.parametrize("rows", [1, 9, 17, 33, 47, 64])
-def test_plans_of_many_rows_fit(rows):
+def test_plans_of_many_rows_fit(rows, group_size):
+    parameters = Parameters(group_size=group_size)
     for groups, outputs in itertools.product(
         (2, 6, 32, 64, 86, 112, 224), ((16,), (48, 16), (4096, 1024, 1024), (4096,), (28672,), (128256,))
     ):
-        plan = mosaic_wide_plan.Plan.fitting(rows, groups, outputs, 132)
+        plan = mosaic_wide_plan.Plan.fitting(rows, groups, outputs, 132, parameters)
         assert plan.fits and plan.layout.total + RESERVED_BYTES <= SHARED_BYTES
         # Tiles have every output, steps every input, and of the blocks one alone has each tile in each step.
         assert (plan.tiles - 1) * plan.tile < sum(outputs) <= plan.tiles * plan.tile
@@ -260,7 +329,7 @@ def test_plans_of_many_rows_fit(rows):
         assert (worked == 1).all()
         sums = 4 * plan.tile * 8 * plan.row_tiles
         assert plan.config.cluster == 1 or sums <= plan.slots * plan.slot_bytes
-        assert plan.config == mosaic_wide_plan.Plan.fitting(64, groups, outputs, 132).config
+        assert plan.config == mosaic_wide_plan.Plan.fitting(64, groups, outputs, 132, parameters).config
 
 
 def reason_here(monkeypatch, implementation: str, *args) -> str | None:

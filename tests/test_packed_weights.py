@@ -1,6 +1,7 @@
 """Weights of quantized checkpoints that stay in 4 bits: read, converted, counted, and shared by target and draft."""
 
 import dataclasses
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import simulated_devices
 from conversions import bits
-from quantized_checkpoints import compressed, make_quantized, write_model, write_quantized
+from quantized_checkpoints import awq, compressed, gptq, make_quantized, write_model, write_quantized
 from read_checkpoints import edit_json
 
 from convert import convert, export, verify
@@ -68,9 +69,11 @@ def test_other_weights_cannot_stay_packed(name, tmp_path):
 
 
 def write_128(directory: Path, name: str = "ct-w4-group", group_size: int = 128, **changes) -> None:
-    config, tensors, _ = make_quantized(name, make=compressed(4, group_size, name == "ct-w4-group"), **(MODEL_128 | changes))
-    config["quantization_config"] = json.loads(json.dumps(config["quantization_config"]))
-    config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = group_size
+    of_format = {"awq": functools.partial(awq, group_size=group_size), "gptq-v1": gptq(4, group_size)}
+    make = of_format.get(name) or compressed(4, group_size, name == "ct-w4-group")
+    config, tensors, _ = make_quantized(name, make=make, **(MODEL_128 | changes))
+    settings = config["quantization_config"] = json.loads(json.dumps(config["quantization_config"]))
+    (settings["config_groups"]["group_0"]["weights"] if "config_groups" in settings else settings)["group_size"] = group_size
     write_model(directory, config, tensors)
 
 
@@ -84,11 +87,36 @@ def test_weights_that_kernels_read_stay_packed_by_default(tmp_path, caplog):
     assert not packed_weights(load_model(tmp_path / "kernels", weights="dequantized"))
     assert "they are dequantized to bfloat16" in caplog.text
     assert not packed_weights(load_model(tmp_path / "kernels", dtype="float32"))
-    write_128(tmp_path / "zeros", "ct-w4-asym")
-    write_128(tmp_path / "groups", group_size=64)
-    for name in ("zeros", "groups"):
-        assert not packed_weights(load_model(tmp_path / name))
-        assert len(packed_weights(load_model(tmp_path / name, weights="packed"))) == 14
+    write_128(tmp_path / "groups", group_size=16)
+    assert not packed_weights(load_model(tmp_path / "groups"))
+    assert len(packed_weights(load_model(tmp_path / "groups", weights="packed"))) == 14
+
+
+@pytest.mark.parametrize(
+    ("name", "group_size", "scales"),
+    [
+        ("ct-w4-asym", 128, jnp.bfloat16),
+        ("ct-w4-asym", 32, jnp.bfloat16),
+        ("awq", 128, jnp.float16),
+        ("awq", 64, jnp.float16),
+        ("gptq-v1", 128, jnp.float16),
+        ("gptq-v1", 32, jnp.float16),
+    ],
+)
+def test_weights_with_zero_points_and_small_groups_stay_packed_by_default(name, group_size, scales, tmp_path):
+    write_128(tmp_path / "hf", name, group_size, dtype="float16")
+    source, model = Source(tmp_path / "hf"), load_model(tmp_path / "hf")
+    packed = packed_weights(model)
+    assert len(packed) == 14 and planned_config(tmp_path / "hf").int4_weights and model.config.int4_weights
+    for path, weight in packed.items():
+        assert (weight.scale.dtype, weight.zero.dtype) == (scales, jnp.int16)
+        assert np.array_equal(np.asarray(dequantize_weight(weight, jnp.float32)), source.read(path))
+    assert not packed_weights(load_model(tmp_path / "hf", weights="dequantized"))
+    config = planned_config(tmp_path / "hf")
+    assert config == model.config == config_and_dtype(tmp_path / "hf")[0]
+    convert(tmp_path / "hf", tmp_path / "out", progress=False)
+    assert planned_config(tmp_path / "out").int4_group_size == config.int4_group_size == (None if group_size == 128 else group_size)
+    assert model_bytes(dataclasses.replace(config, dtype="bfloat16")) == sum(x.nbytes for x in jax.tree.leaves(model.weights()))
 
 
 def test_plans_and_info_count_the_bytes_of_packed_weights(tmp_path):
@@ -100,8 +128,8 @@ def test_plans_and_info_count_the_bytes_of_packed_weights(tmp_path):
     assert model_bytes(dataclasses.replace(config, int4_weights=False)) > info.weight_bytes
     step = own_step(config, CacheConfig("full").outline(config, 64), 64)
     assert step_weight_bytes(step) == weight_bytes(model)
-    write_128(tmp_path / "zeros", "ct-w4-asym")
-    assert not planned_config(tmp_path / "zeros").int4_weights and not load_model(tmp_path / "zeros").config.int4_weights
+    write_128(tmp_path / "groups", group_size=16)
+    assert not planned_config(tmp_path / "groups").int4_weights and not load_model(tmp_path / "groups").config.int4_weights
 
 
 def test_with_simulated_devices(request):
@@ -154,14 +182,14 @@ def test_packed_weights_are_converted_and_verified(tmp_path):
     assert not verify(source, out, logits=True, progress=False).wrong
     assert bits(load_model(out)) == bits(load_model(source, weights="packed"))
     assert bits(load_model(out, weights="dequantized")) == bits(load_model(source, weights="dequantized"))
-    whole, packed = model_info(source), model_info(out)
-    assert packed.parameters == whole.parameters and packed.draft_weight_bytes < whole.draft_weight_bytes
+    convert(source, tmp_path / "plain", weights="dequantized", progress=False)
+    whole, packed = model_info(tmp_path / "plain"), model_info(out)
+    assert packed == model_info(source) and packed.parameters == whole.parameters and packed.draft_weight_bytes < whole.draft_weight_bytes
     assert packed.weight_bytes == sum(x.nbytes for x in jax.tree.leaves(load_model(out).weights())) < whole.weight_bytes
     with pytest.raises(InputError, match="in INT4, which export does not write"):
-        export(out, tmp_path / "plain", progress=False)
+        export(out, tmp_path / "exported", progress=False)
     with pytest.raises(InputError, match="--draft-bits 16"):
         convert(source, tmp_path / "both", weights="packed", draft_bits=4, progress=False)
-    convert(source, tmp_path / "plain", weights="dequantized", progress=False)
     with pytest.raises(InputError, match="stored dequantized"):
         load_model(tmp_path / "plain", weights="packed")
     with pytest.raises(InputError, match="packed or dequantized"):

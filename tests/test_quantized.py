@@ -50,7 +50,7 @@ def test_fused_tensors_are_split(name, tmp_path):
 
 def test_a_weight_is_rounded_once(tmp_path):
     plain = write_quantized(tmp_path / "hf", "gptq-v1")
-    found = load_model(tmp_path / "hf").weights()["layers.0.q_proj.weight"]
+    found = load_model(tmp_path / "hf", weights="dequantized").weights()["layers.0.q_proj.weight"]
     wanted = plain["model.layers.0.self_attn.q_proj.weight"].astype(ml_dtypes.bfloat16)
     assert found.dtype == jnp.bfloat16 and np.array_equal(np.asarray(found), wanted)
 
@@ -155,10 +155,12 @@ def test_schemes_of_compressed_tensors_are_found_by_their_targets(tmp_path):
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_converted_verified_generated_and_exported(name, tmp_path):
     write_quantized(tmp_path / "hf", name)
-    convert(tmp_path / "hf", tmp_path / "out", progress=False)
+    convert(tmp_path / "hf", tmp_path / "out", weights="dequantized", progress=False)
     assert not verify(tmp_path / "hf", tmp_path / "out", progress=False).wrong
     model = load_model(tmp_path / "out")
-    assert bits(model) == bits(load_model(tmp_path / "hf")) and model_info(tmp_path / "out") == model_info(tmp_path / "hf")
+    assert bits(model) == bits(load_model(tmp_path / "hf", weights="dequantized"))
+    if not planned_config(tmp_path / "hf").int4_weights:
+        assert model_info(tmp_path / "out") == model_info(tmp_path / "hf")
     out = generate(model, [[1, 2, 3]], config=GenerationConfig(max_new_tokens=4, ignore_eos=True, group_size=8))
     assert len(out.token_ids[0]) == 4
     export(tmp_path / "out", tmp_path / "plain", progress=False)

@@ -31,13 +31,18 @@ def simulated(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("shape", "rows", "blocks", "resident"),
-    [((256, 256, 256, ()), 3, 2, 2), ((256, 512, 256, (32, 16, 16)), 1, 3, 1)],
-    ids=["three stages", "four stages, fewer blocks fit than there are"],
+    ("shape", "rows", "blocks", "resident", "parameters"),
+    [
+        ((256, 256, 256, ()), 3, 2, 2, {}),
+        ((256, 512, 256, (32, 16, 16)), 1, 3, 1, {}),
+        ((256, 256, 256, (32,)), 2, 2, 2, dict(scale_dtype=jnp.float16)),
+        ((256, 256, 256, (32,)), 2, 2, 2, dict(scale_dtype=jnp.float16, group_size=32)),
+    ],
+    ids=["three stages", "four stages, fewer blocks fit than there are", "zero points", "zero points, small groups"],
 )
-def test_between_attentions(monkeypatch, shape, rows, blocks, resident):
+def test_between_attentions(monkeypatch, shape, rows, blocks, resident, parameters):
     monkeypatch.setattr(fused_layer, "launch", functools.partial(launch, resident=resident))
-    x, attended, o, weight, gate, up, down, following_weight, following = problem = random_layer(*shape, rows)
+    x, attended, o, weight, gate, up, down, following_weight, following = problem = random_layer(*shape, rows, **parameters)
     plan = dataclasses.replace(fused_layer.plan_for(rows, o, gate, down, following, EPS), blocks=blocks)
     norms, weights = [weight, following_weight], [[o], [gate, up], [down], following]
     count = len(plan.stages)
@@ -46,7 +51,7 @@ def test_between_attentions(monkeypatch, shape, rows, blocks, resident):
     assert_empty(another)
     for ours, expected in zip(found, exact(*problem)):
         assert ours.dtype == jnp.bfloat16
-        assert np.linalg.norm(np.asarray(ours, np.float32) - expected) <= 1e-2 * np.linalg.norm(expected)
+        assert np.linalg.norm(np.asarray(ours, np.float32) - expected) <= 1.5e-2 * np.linalg.norm(expected)
 
 
 def part_of(weight: Int4Weight, device: int, devices: int, *, inputs: bool) -> Int4Weight:

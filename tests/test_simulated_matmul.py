@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from problems.matmul import activations, int8_weight, random_weight, relative_error, separate
+from problems.matmul import activations, int8_weight, random_weight, relative_error, separate, with_zero_points
 from simulated_gpu import launch
 from simulated_ptx import at_once, simulate
 
@@ -21,6 +21,7 @@ from pallas_kernels.matmul.mosaic_plan import Plan, Stage
 from pallas_kernels.matmul.mosaic_wide_plan import PARAMETER_GROUPS, PARAMETER_SLOTS
 from pallas_kernels.matmul.mosaic_wide_plan import Config as WideConfig
 from pallas_kernels.matmul.mosaic_wide_plan import Plan as WidePlan
+from pallas_kernels.matmul.support import parameters_of
 
 pytestmark = pytest.mark.kernels
 
@@ -60,6 +61,27 @@ def test_int4_matmul(rows, inputs, outputs, blocks, room, outliers):
     plan = Plan.fitting(rows, (Stage(inputs // 128, outputs),), blocks)
     y = at_once(matmul.run)(dataclasses.replace(plan, room=room or plan.room), x, weights)
     assert y.shape == (rows, sum(outputs)) and y.dtype == jnp.bfloat16
+    for part, weight in zip(separate(y, weights), weights):
+        assert relative_error(part, x, weight) <= 5e-3
+
+
+@pytest.mark.parametrize("group_size", [128, 64, 32])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "blocks", "room", "scale_dtype"),
+    [
+        (1, 4096, (48, 16), 3, None, jnp.float16),
+        (9, 4608, (48, 32), 2, 2, jnp.float16),
+        (3, 2432, (32, 16), 2, None, jnp.float16),
+        (3, 2432, (32, 16), 2, None, jnp.bfloat16),
+        (7, 768, (32,), 1, None, None),
+    ],
+)
+def test_int4_matmul_with_zero_points_and_small_groups(rows, inputs, outputs, blocks, room, scale_dtype, group_size):
+    weights = [random_weight(out, inputs, i, group_size) for i, out in enumerate(outputs)]
+    weights = [with_zero_points(weight, scale_dtype) for weight in weights] if scale_dtype else weights
+    x = activations(rows, inputs, False)
+    plan = Plan.fitting(rows, (Stage(inputs // 128, outputs),), blocks, parameters=parameters_of(weights[0]))
+    y = at_once(matmul.run)(dataclasses.replace(plan, room=room or plan.room), x, weights)
     for part, weight in zip(separate(y, weights), weights):
         assert relative_error(part, x, weight) <= 5e-3
 
@@ -144,6 +166,32 @@ def test_nibbles_as_bfloat16_are_rounded_once():
     y = jnp.concatenate([at_once(wide_matmul.run)(plan, x, [weight]) for x in jnp.split(jnp.eye(256, dtype=jnp.bfloat16), 4)])
     exact = dequantize_weight(weight, jnp.float32)
     np.testing.assert_array_equal(np.asarray(y), np.asarray(exact.T.astype(jnp.bfloat16)))
+
+
+@pytest.mark.parametrize("scale_dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("group_size", [128, 64, 32])
+def test_weights_with_zero_points_are_rounded_once(group_size, scale_dtype):
+    """As they are where a quantized checkpoint is dequantized to bfloat16."""
+    r = np.random.default_rng(0)
+    groups = 256 // group_size
+    scale = jnp.asarray(r.standard_normal((16, groups)) * 10.0 ** r.integers(-7, 3, (16, groups)), scale_dtype)
+    zero = jnp.asarray(np.arange(16 * groups).reshape(16, groups) % 17, jnp.int16)
+    weight = Int4Weight(jnp.asarray(r.integers(0, 256, (16, groups, group_size // 2), np.uint8)), scale.at[0, 0].set(0), zero)
+    plan = WidePlan(64, 2, (16,), 1, WideConfig(1, 1), parameters_of(weight))
+    y = jnp.concatenate([at_once(wide_matmul.run)(plan, x, [weight]) for x in jnp.split(jnp.eye(256, dtype=jnp.bfloat16), 4)])
+    exact = dequantize_weight(weight, jnp.float32)
+    np.testing.assert_array_equal(np.asarray(y), np.asarray(exact.T.astype(jnp.bfloat16)))
+
+
+@pytest.mark.parametrize("scale_dtype", [jnp.bfloat16, jnp.float16, None])
+@pytest.mark.parametrize("group_size", [128, 64, 32])
+def test_int4_matmul_of_many_rows_with_zero_points_and_small_groups(group_size, scale_dtype):
+    weights = [random_weight(out, 1280, i, group_size) for i, out in enumerate((48, 32))]
+    weights = [with_zero_points(weight, scale_dtype) for weight in weights] if scale_dtype else weights
+    x = activations(24, 1280, False)
+    y = at_once(wide_matmul.run)(WidePlan(24, 10, (48, 32), 2, WideConfig(1, 2), parameters_of(weights[0])), x, weights)
+    for part, weight in zip(separate(y, weights), weights):
+        assert relative_error(part, x, weight) <= 5e-3
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from pallas_kernels.gpu.launch import launch, lowered_once
 from pallas_kernels.matmul import support
 from pallas_kernels.matmul.mosaic_gpu import WARPGROUPS
 from pallas_kernels.matmul.mosaic_plan import COUNTER_WORDS, MATH_WARPS, MIN_SLOTS, VALUES_PER_PIECE, Plan, Stage
+from pallas_kernels.matmul.support import GROUP_SIZE
 
 MAX_ROWS = 8
 MAX_DEVICES = 8  # GPUs of a usual Hopper server
@@ -55,8 +56,10 @@ def unsupported(args: LayerArguments) -> str | None:
         return f"needs output projections and norms as wide as x, {width}, not {', '.join(map(str, sorted(others)))}"
     hidden = jax.ShapeDtypeStruct((*x.shape[:-1], gate.shape[0]), x.dtype)
     for inputs, weights in (attended, [o]), (x, [gate, up]), (hidden, [down]), *([(x, following)] if following else []):
-        if reason := support.unsupported(inputs, weights):
+        if reason := support.unsupported_by_mosaic(inputs, weights):
             return reason
+    if not support.alike((o, gate, up, down, *following)):
+        return "needs weights whose groups have one size, and whose scales and zeros have the same dtypes"
     if others := {a.dtype.name for a in norms} - {"bfloat16"}:
         return f"needs norms in bfloat16, not {', '.join(sorted(others))}"
     pieces = rows * math.ceil(width / (VALUES_PER_PIECE * 32 * MATH_WARPS))
@@ -80,14 +83,14 @@ def plan_for(
     """The four stages of a layer for this number of rows, or three for the last layer, which has none following."""
     divided = num_devices > 1
     stages = [
-        Stage(o.codes.shape[1], o.shape[:1], partial=divided),
-        Stage(gate.codes.shape[1], gate.shape[:1] * 2, normed=True, gated=True),
+        Stage(o.in_features // GROUP_SIZE, o.shape[:1], partial=divided),
+        Stage(gate.in_features // GROUP_SIZE, gate.shape[:1] * 2, normed=True, gated=True),
         # The last stage's outputs are added up after the launch.
-        Stage(down.codes.shape[1], down.shape[:1], partial=divided and bool(following)),
+        Stage(down.in_features // GROUP_SIZE, down.shape[:1], partial=divided and bool(following)),
     ]
     if following:
-        stages.append(Stage(following[0].codes.shape[1], tuple(weight.shape[0] for weight in following), normed=True))
-    return Plan.fitting(rows, tuple(stages), multiprocessors(), eps, num_devices)
+        stages.append(Stage(following[0].in_features // GROUP_SIZE, tuple(weight.shape[0] for weight in following), normed=True))
+    return Plan.fitting(rows, tuple(stages), multiprocessors(), eps, num_devices, support.parameters_of(o))
 
 
 def between_attentions(args: LayerArguments) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows out"], Array]:

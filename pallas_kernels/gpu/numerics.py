@@ -25,6 +25,15 @@ def bf16_entries(x: Value) -> tuple[Value, Value]:
     return ptx.as_float(x << 16), ptx.as_float(x & 0xFFFF0000)
 
 
+def f16_entries(x: Value) -> tuple[Value, Value]:
+    """The two float32 of a pair of float16."""
+
+    def entry(which):
+        return ptx.pure(f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, $1; cvt.f32.f16 $0, {which}; }}", x, result="f")
+
+    return entry("low"), entry("high")
+
+
 def combine_bf16(combine: Callable[[Value, Value], Value], a: Value, b: Value) -> Value:
     """Combines pairs of bfloat16 entry by entry, in float32, and rounds the results."""
     return pair(*map(combine, bf16_entries(a), bf16_entries(b)), "bf16")

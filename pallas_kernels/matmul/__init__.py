@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, Weight
-from pallas_kernels.matmul.support import FEW_ROWS
+from pallas_kernels.matmul.support import FEW_ROWS, alike
 
 
 def linear(
@@ -89,7 +89,7 @@ def _multiply(x: Array, weights: Sequence[Weight], dtype) -> Array:
     def every(kind):
         return all(isinstance(weight, kind) for weight in weights)
 
-    if every(Int4Weight):
+    if every(Int4Weight) and alike(weights):
         return int4_matmul(x, weights).astype(dtype)
     if every(Int8Weight) or _plain(*weights):
         return _skinny(x, weights, dtype, "int8" if every(Int8Weight) else "plain").skinny_matmul(x, weights, dtype=dtype)

@@ -42,8 +42,8 @@ def math_warps_meet() -> None:
 class Activations:
     """A stage's inputs in shared memory.
 
-    They are there for some passes as bytes [row][upper or lower byte][input], with sums over groups and scales [group][row][sum or scale];
-    0 for groups that are not there.
+    They are there for some passes as bytes [row][upper or lower byte][input], and [group][row] has sums over subgroups and a scale; 0 for
+    groups that are not there.
     """
 
     def __init__(self, plan: Plan, at: dict, exchange: Exchange | None, warp, thread):
@@ -97,8 +97,10 @@ class Activations:
         """Writes a piece as integers, and its group's sum and scale; the lanes of a half warp hold the pieces of a group."""
         numbers = [x for word in words for x in numerics.bf16_entries(word)]
         total, most = numerics.total(numbers), numerics.largest([word & 0x7FFF7FFF for word in words])
+        subgroups = self.plan.parameters.subgroups
         for bit in (1, 2, 4, 8):
-            total, most = total + ptx.shuffle("bfly", total, bit), ptx.maximum(most, ptx.shuffle("bfly", most, bit))
+            total = total + ptx.shuffle("bfly", total, bit) if bit < PIECES // subgroups else total
+            most = ptx.maximum(most, ptx.shuffle("bfly", most, bit))
         most = ptx.maximum(most, ptx.f32(MIN_SCALED))
         factor = numerics.reciprocal(most) * LARGEST
         # 128 more: the upper byte rounds to the nearest, and the lower is 128 more than what is left.
@@ -111,7 +113,13 @@ class Activations:
             with ptx.when((self.lane & (PIECES - 1)) == 0):
                 # The products of high nibbles are 16 times as large, and those of low ones are made so.
                 scale = most * (1 / (16 * LARGEST))
-                ptx.store_shared(self.sums + piece // PIECES * self.plan.group_pitch + row * 8, total, scale)
+                at = self.sums + piece // PIECES * self.plan.group_pitch + row * self.plan.row_pitch
+                ptx.store_shared(at, total, scale) if subgroups == 1 else ptx.store_shared(at + 4 * subgroups, scale)
+            if subgroups > 1:
+                each = PIECES // subgroups
+                with ptx.when((self.lane & (each - 1)) == 0):
+                    at = self.sums + piece // PIECES * self.plan.group_pitch + row * self.plan.row_pitch
+                    ptx.store_shared(at + (self.lane & (PIECES - 1)) // each * 4, total)
 
     def fetch_residual(self, number: int, pieces: list) -> list:
         """The residual stream before the stage, and the norm's weight, in these pieces."""
@@ -159,13 +167,19 @@ class Activations:
         ptx.synchronize(None, 1)
 
     def operands(self, place, n: int) -> tuple:
-        """The second operand of the warp's group in the pass at this place, for row tile n, and the sum and scale of row t.
+        """The second operand of the warp's group in the pass at this place, for row tile n, and the sums and the scale of row t.
 
-        It is [half of the group][step], a word of bytes for each word of codes. Columns that are not there repeat the last.
+        It is [half of a subgroup][step], a word of bytes for each word of codes. Columns that are not there repeat the last.
         """
         g, t = self.lane >> 2, self.lane & 3
         group = place * PASS + self.warp
         column = ptx.minimum(g + 2 * ROWS * n, ptx.i32(2 * self.plan.rows - 1))
-        at = self.x + column * self.plan.x_pitch + group * GROUP_SIZE + t * (4 * STEPS)
-        halves = [ptx.load_shared(at + half * (GROUP_SIZE // 2), STEPS) for half in (0, 1)]
-        return halves, ptx.load_shared(self.sums + group * self.plan.group_pitch + (n * ROWS + t) * 8, 2, "f")
+        size, subgroups = self.plan.parameters.group_size, self.plan.parameters.subgroups
+        at = self.x + column * self.plan.x_pitch + group * GROUP_SIZE + t * (4 * STEPS // subgroups)
+        starts = [at, *(at + first * size for first in range(1, subgroups))]
+        halves = [[x for start in starts for x in ptx.load_shared(start + half * (size // 2), STEPS // subgroups)] for half in (0, 1)]
+        sums_at = self.sums + group * self.plan.group_pitch + (n * ROWS + t) * self.plan.row_pitch
+        if subgroups == 1:
+            total, scale = ptx.load_shared(sums_at, 2, "f")
+            return halves, ([total], scale)
+        return halves, (ptx.load_shared(sums_at, subgroups, "f"), ptx.load_shared(sums_at + 4 * subgroups, 1, "f")[0])

@@ -31,11 +31,9 @@ from pallas_kernels.matmul.mosaic_plan import (
     CODE_PITCH,
     EPILOGUE_WARPS,
     MATH_WARPS,
-    PARAMETER_PITCH,
     PASS,
     PRODUCER_WARPS,
     ROWS,
-    SLOT_BYTES,
     STEPS,
     SUMS_SLOTS,
     TICKET_SLOTS,
@@ -62,7 +60,7 @@ def emit_block(plan: Plan, refs: dict) -> None:
     def in_shared(part):
         return at["shared"] + plan.layout.at(part)
 
-    ring = Ring(plan.slots, in_shared("codes"), SLOT_BYTES, in_shared("barriers"))
+    ring = Ring(plan.slots, in_shared("codes"), plan.slot_bytes, in_shared("barriers"))
     sums = Ring(SUMS_SLOTS, in_shared("sums"), MATH_WARPS * plan.tile_bytes, ring.barriers_end)
     tickets = Ring(TICKET_SLOTS, in_shared("tickets"), 4, sums.barriers_end)
     warps = MATH_WARPS + PRODUCER_WARPS + EPILOGUE_WARPS
@@ -153,7 +151,7 @@ def produce_stage(plan: Plan, number: int, at: dict, share: Share, ring: Ring, w
                 def source(name, output, tile=tile):
                     return weight_row(stage, number, at, name, tile, output)
 
-                copy_pass(stage, number_of_pass * PASS, left, source, ring.slot(slot), ring.filled_barrier(slot), warp, lane)
+                copy_pass(plan, stage, number_of_pass * PASS, left, source, ring.slot(slot), ring.filled_barrier(slot), warp, lane)
                 carry = tuple(ring.following(*each) for each in carry)
             return carry
 
@@ -162,7 +160,7 @@ def produce_stage(plan: Plan, number: int, at: dict, share: Share, ring: Ring, w
     return ptx.loop(ptx.i32(0), share.turns(stage), carry, one_turn)
 
 
-def copy_pass(stage: Stage, first, left, source, slot, barrier, warp, lane) -> None:
+def copy_pass(plan: Plan, stage: Stage, first, left, source, slot, barrier, warp, lane) -> None:
     """Copies a producer warp's rows of a tile in a pass, `left` groups from group `first` on; scales and zeros of others become 0."""
     rows, words = TILE // PRODUCER_WARPS, PASS // 2  # words of scales hold two groups each
     row_bytes = left * CODE_BYTES
@@ -176,9 +174,15 @@ def copy_pass(stage: Stage, first, left, source, slot, barrier, warp, lane) -> N
     output, word = warp * rows + lane // words, lane % words
     for i, name in enumerate(("scale", "zero")):
         array, row = source(name, output)
+        if (subgroups := plan.parameters.subgroups) > 1:  # a row has an even number of entries
+            start = array + (ptx.i64(row) * stage.groups + ptx.i64(first)) * (2 * subgroups)
+            for more in range(subgroups):
+                to = slot + TILE * CODE_PITCH + (output + i * TILE) * plan.parameter_pitch
+                copy_word(to, start, word + more * words, left * subgroups)
+            continue
         leading = leading_entries(stage, row)
         start = array + (ptx.i64(row) * stage.groups + ptx.i64(first) - ptx.i64(leading)) * 2
-        to = slot + TILE * CODE_PITCH + (output + i * TILE) * PARAMETER_PITCH
+        to = slot + TILE * CODE_PITCH + (output + i * TILE) * plan.parameter_pitch
         copy_word(to, start, word, left + leading)
         if stage.groups % 2:  # a row that begins in the middle of a word has one word more
             with ptx.when(word == 0):
@@ -229,21 +233,36 @@ def multiply(plan: Plan, number: int, share: Share, ring: Ring, sums: Ring, x: A
     stage, lane, warp = plan.stages[number], x.lane, x.warp
     resident, at_once = plan.resident(stage), passes_at_once(plan.rows)
     g, t = lane >> 2, lane & 3
-    codes_at = g * CODE_PITCH + warp * CODE_BYTES + t * 16
+    subgroups = plan.parameters.subgroups
+    codes_at = g * CODE_PITCH + warp * CODE_BYTES + t * (16 // subgroups)
     # Rows g and g + 8 of a tile have the parity of their rows in the weight: tiles start at even rows.
     entry = warp + leading_entries(stage, g)
-    parameters_at = TILE * CODE_PITCH + g * PARAMETER_PITCH + (entry >> 1) * 4
+    parameters_at = TILE * CODE_PITCH + g * plan.parameter_pitch
+    parameters_at = parameters_at + ((entry >> 1) * 4 if subgroups == 1 else warp * (2 * subgroups))
     shift = ((entry & 1) ^ 1) << 4  # a word holds two groups: to the upper half
 
     def take(slot):
-        """The codes, and the scales and zeros, of the warp's group."""
+        """The codes, and the scales and zeros of each subgroup, of the warp's group."""
         start = ring.slot(slot)
-        codes = [ptx.load_shared(start + codes_at + more * CODE_PITCH, STEPS) for more in (0, 8)]
+        codes = [words_of_row(start + codes_at + more * CODE_PITCH) for more in (0, 8)]
 
-        def one(row):
-            return ptx.as_float((ptx.load_shared(start + parameters_at + row * PARAMETER_PITCH, 1)[0] << shift) & 0xFFFF0000)
+        def one(row, subgroup):
+            """An entry, in the upper half of a word."""
+            at = start + parameters_at + row * plan.parameter_pitch
+            if subgroups == 1:
+                return ptx.load_shared(at, 1)[0] << shift
+            return ptx.load_shared(at + subgroup // 2 * 4, 1)[0] << (0 if subgroup % 2 else 16)
 
-        return codes, [(one(row), one(TILE + row)) for row in (0, 8)]
+        def scale_and_zero(row, subgroup):
+            scale = scale_of(plan, one(row, subgroup))
+            return scale, zero_of(plan, one(TILE + row, subgroup), scale)
+
+        return codes, [[scale_and_zero(row, subgroup) for row in (0, 8)] for subgroup in range(subgroups)]
+
+    def words_of_row(at):
+        each = STEPS // subgroups
+        starts = [at, *(at + i * (CODE_BYTES // subgroups) for i in range(1, subgroups))]
+        return [word for start in starts for word in ptx.load_shared(start, each)]
 
     def one_turn(turn, carry):
         slot, parity, sums_slot, sums_parity = carry
@@ -261,8 +280,9 @@ def multiply(plan: Plan, number: int, share: Share, ring: Ring, sums: Ring, x: A
                 ptx.wait_for_arrivals(ring.filled_barrier(slot), parity)
                 codes, parameters = take(slot)
                 new.append(add_group(total, codes, parameters, *zip(*operands)))
-                # A row's words of codes are loaded at once: it is enough to wait for one of them.
-                loaded = [*(row[0] for row in codes), *(ptx.as_bits(x) for pair in parameters for x in pair)]
+                # Words of codes of a subgroup are loaded at once: it is enough to wait for one of them.
+                loaded = [word for row in codes for word in row[:: STEPS // subgroups]]
+                loaded += [ptx.as_bits(x) for of_rows in parameters for pair in of_rows for x in pair]
                 emptied = ptx.once_loaded(ring.emptied_barrier(slot), loaded)
                 ptx.synchronize(None, 1)
                 with ptx.when(lane == 0):
@@ -285,22 +305,52 @@ def multiply(plan: Plan, number: int, share: Share, ring: Ring, sums: Ring, x: A
     return ptx.loop(ptx.i32(0), share.turns(stage), carry, one_turn)
 
 
+def scale_of(plan: Plan, word):
+    """The scale in the upper half of a word, in float32."""
+    return ptx.as_float(word & 0xFFFF0000) if plan.parameters.scale == "bfloat16" else numerics.f16_entries(word)[1]
+
+
+def zero_of(plan: Plan, word, scale):
+    """The zero in the upper half of a word, in float32; of a zero point it is minus the product with the scale, exactly."""
+    if plan.parameters.zero == "bfloat16":
+        return ptx.as_float(word & 0xFFFF0000)
+    return numerics.to_float(word & 0xFFFF0000) * -(2.0**-16) * scale
+
+
 def add_group(totals: list, codes: list, parameters: list, x: list, sums: list) -> list:
-    """Adds the products of one more group to totals [row tile][i] of output g + 8 i and row t."""
+    """Adds the products of one more group to totals [row tile][i] of output g + 8 i and row t.
+
+    parameters: of each subgroup, the scale and zero of both outputs. sums: of each row tile, those of subgroups, and the scale.
+    """
+    each = STEPS // len(parameters)
+    of_subgroups = [products(codes, x, range(first, first + each)) for first in range(0, STEPS, each)]
+    new = []
+    for n, (total, (sums_x, scale_x)) in enumerate(zip(totals, sums)):
+        for of_rows, found, sum_x in zip(parameters, of_subgroups, sums_x):
+            # 16 times the products, of the upper bytes of activations and of the lower ones.
+            both = [low * 16 if not high else low * 16 + high[0] for low, *high in zip(*found[n])]
+            total = [
+                numerics.fma(numerics.to_float(both[2 * i] * 256 + both[2 * i + 1]), scale * scale_x, numerics.fma(sum_x, zero, total[i]))
+                for i, (scale, zero) in enumerate(of_rows)
+            ]
+        new.append(total)
+    return new
+
+
+def products(codes: list, x: list, steps: range) -> list:
+    """The products of these words of codes with the bytes of activations, for each row tile: of low nibbles, and 16 times those of high
+    nibbles; of a single word all together."""
+    if len(steps) == 1:  # low nibbles are one half of the inputs of an instruction, high ones the other
+        (s,) = steps
+        fragment = [*(row[s] & 0x0F0F0F0F for row in codes), *((row[s] >> 4) & 0x0F0F0F0F for row in codes)]
+        return [[fragments.mma_bytes((ptx.i32(0),) * 4, fragment, [half[s] for half in halves])] for halves in x]
     masks = 0x0F0F0F0F, 0xF0F0F0F0
-    acc = [[(ptx.i32(0),) * 4 for _ in totals] for _ in masks]
-    for s in range(0, STEPS, 2):
+    acc = [[(ptx.i32(0),) * 4 for _ in x] for _ in masks]
+    for s in steps[::2]:
         for half, mask in enumerate(masks):
             fragment = [row[s + k] & mask for k in (0, 1) for row in codes]
             acc[half] = [fragments.mma_bytes(old, fragment, x[n][half][s : s + 2]) for n, old in enumerate(acc[half])]
-    new = []
-    for n, (total, (sum_x, scale_x)) in enumerate(zip(totals, sums)):
-        upper_and_lower = [low * 16 + high for low, high in zip(acc[0][n], acc[1][n])]
-        new.append([])
-        for i, (scale, zero) in enumerate(parameters):
-            product = numerics.to_float(upper_and_lower[2 * i] * 256 + upper_and_lower[2 * i + 1])
-            new[n].append(numerics.fma(product, scale * scale_x, numerics.fma(sum_x, zero, total[i])))
-    return new
+    return list(zip(*acc))
 
 
 # Epilogue warps ------------------------------------------------------------------------------------------------

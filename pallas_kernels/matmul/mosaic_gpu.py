@@ -18,23 +18,24 @@ from pallas_kernels.formats.weights import Int4Weight
 from pallas_kernels.gpu.launch import launch, lowered_once
 from pallas_kernels.matmul import support
 from pallas_kernels.matmul.mosaic_plan import EPILOGUE_WARPS, MATH_WARPS, PRODUCER_WARPS, Plan, Stage
+from pallas_kernels.matmul.support import GROUP_SIZE
 
 WARPGROUPS = (MATH_WARPS + PRODUCER_WARPS + EPILOGUE_WARPS) // 4
 
 
 def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:
-    return no_mosaic_gpu() or support.unsupported(x, weights)
+    return no_mosaic_gpu() or support.unsupported_by_mosaic(x, weights)
 
 
 def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight]) -> Float[Array, "*rows out"]:
     rows = x.reshape(-1, x.shape[-1])
     outputs = tuple(weight.shape[0] for weight in weights)
-    y = run(plan_for(rows.shape[0], weights[0].codes.shape[1], outputs), rows, weights)
+    y = run(plan_for(rows.shape[0], x.shape[-1] // GROUP_SIZE, outputs, support.parameters_of(weights[0])), rows, weights)
     return y.reshape(*x.shape[:-1], -1)
 
 
-def plan_for(rows: int, groups: int, outputs: tuple[int, ...]) -> Plan:
-    return Plan.fitting(rows, (Stage(groups, outputs),), multiprocessors())
+def plan_for(rows: int, groups: int, outputs: tuple[int, ...], parameters: support.Parameters = support.DEFAULT_PARAMETERS) -> Plan:
+    return Plan.fitting(rows, (Stage(groups, outputs),), multiprocessors(), parameters=parameters)
 
 
 @lowered_once

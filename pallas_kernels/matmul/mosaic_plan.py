@@ -16,9 +16,7 @@ PASS = MATH_WARPS  # groups that a block takes at once
 CODE_BYTES = GROUP_SIZE // 2  # of a group of one output
 # Bytes from one output to the next in shared memory: neighbours lie in different banks.
 CODE_PITCH = PASS * CODE_BYTES + 64
-PARAMETER_PITCH = 2 * PASS + 4
 STEPS = GROUP_SIZE // 32  # words that a lane multiplies of a group
-SLOT_BYTES = TILE * (CODE_PITCH + 2 * PARAMETER_PITCH)  # codes, scales and zeros of a pass
 # Slots of the ring of codes: fewer than enough leave the memory idle, and more than the most are of no use.
 MIN_SLOTS, ENOUGH_SLOTS, MAX_SLOTS = 3, 4, 12
 SUMS_SLOTS = 2  # tiles whose sums there is place for
@@ -81,6 +79,7 @@ class Plan:
         room: passes whose activations fit in a block.
         eps: the norms' epsilon.
         num_devices: devices that run this launch at the same time and add up partial sums.
+        parameters: of the weights.
     """
 
     rows: int
@@ -89,14 +88,23 @@ class Plan:
     room: int
     eps: float = 0.0
     num_devices: int = 1
+    parameters: support.Parameters = support.DEFAULT_PARAMETERS
 
     @classmethod
-    def fitting(cls, rows: int, stages: tuple[Stage, ...], blocks: int, eps: float = 0.0, num_devices: int = 1) -> "Plan":
+    def fitting(
+        cls,
+        rows: int,
+        stages: tuple[Stage, ...],
+        blocks: int,
+        eps: float = 0.0,
+        num_devices: int = 1,
+        parameters: support.Parameters = support.DEFAULT_PARAMETERS,
+    ) -> "Plan":
         """A plan with as many stages resident as leave enough slots; those with a norm always are."""
         least = max((stage.passes for stage in stages if stage.normed), default=0)
         for most in sorted({least, *(stage.passes for stage in stages if stage.passes >= least)}, reverse=True):
             others = any(stage.passes > most for stage in stages)
-            plan = cls(rows, stages, blocks, max(most, passes_at_once(rows) if others else 0), eps, num_devices)
+            plan = cls(rows, stages, blocks, max(most, passes_at_once(rows) if others else 0), eps, num_devices, parameters)
             if plan.slots >= ENOUGH_SLOTS:
                 break
         return plan
@@ -148,7 +156,22 @@ class Plan:
     @property
     def group_pitch(self) -> int:
         """Bytes from the sums and scales of activations of one group to those of the next."""
-        return 8 * ROWS * self.row_tiles
+        return self.row_pitch * ROWS * self.row_tiles
+
+    @property
+    def row_pitch(self) -> int:
+        """Bytes from the sums and the scale of one row of a group to those of the next."""
+        return 8 * self.parameters.subgroups
+
+    @property
+    def parameter_pitch(self) -> int:
+        """Bytes from one output's scales or zeros to the next's in a slot: neighbours lie in different banks."""
+        return 2 * PASS * self.parameters.subgroups + 4
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the codes, scales and zeros of a pass."""
+        return TILE * (CODE_PITCH + 2 * self.parameter_pitch)
 
     @property
     def tile_bytes(self) -> int:
@@ -164,7 +187,7 @@ class Plan:
             "tickets": 4 * TICKET_SLOTS,
             "exchange": 4 * STATE_WORDS if self.num_devices > 1 else 0,
             "barriers": 2 * 8 * (MAX_SLOTS + SUMS_SLOTS + TICKET_SLOTS),  # mbarriers of the three rings
-            "codes": slots * SLOT_BYTES,
+            "codes": slots * self.slot_bytes,
         }
         return Layout(sizes, {"codes": 128})  # copies of whole lines to other addresses take longer
 
@@ -176,7 +199,7 @@ class Plan:
     @property
     def slots(self) -> int:
         """Slots of the ring of codes, limited by the room in shared memory."""
-        return max(0, min(MAX_SLOTS, (ROOM - self._layout(0).total) // SLOT_BYTES))
+        return max(0, min(MAX_SLOTS, (ROOM - self._layout(0).total) // self.slot_bytes))
 
 
 def passes_at_once(rows: int) -> int:

@@ -20,9 +20,9 @@ from pallas_kernels.matmul.support import GROUP_SIZE
 
 
 def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:
-    if reason := no_mosaic_gpu() or support.unsupported(x, weights, MAX_ROWS):
+    if reason := no_mosaic_gpu() or support.unsupported_by_mosaic(x, weights, MAX_ROWS):
         return reason
-    if (groups := weights[0].codes.shape[1]) % STEP_GROUPS:
+    if (groups := x.shape[-1] // GROUP_SIZE) % STEP_GROUPS:
         return f"supports inputs in an even number of groups of {GROUP_SIZE}, not {groups}"
     return None
 
@@ -30,8 +30,9 @@ def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:
 def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight], *, config: Config | None = None) -> Float[Array, "*rows out"]:
     """See `pallas_kernels.matmul.int4_matmul`. config: how the work is divided, by default as `Plan.fitting` has it."""
     rows = x.reshape(-1, x.shape[-1])
-    shape = rows.shape[0], weights[0].codes.shape[1], tuple(weight.shape[0] for weight in weights), multiprocessors()
-    plan = Plan.fitting(*shape) if config is None else Plan(*shape, config)
+    shape = rows.shape[0], x.shape[-1] // GROUP_SIZE, tuple(weight.shape[0] for weight in weights), multiprocessors()
+    parameters = support.parameters_of(weights[0])
+    plan = Plan.fitting(*shape, parameters) if config is None else Plan(*shape, config, parameters)
     return run(plan, rows, tuple(weights)).reshape(*x.shape[:-1], -1)
 
 

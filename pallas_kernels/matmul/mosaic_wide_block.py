@@ -18,7 +18,6 @@ from pallas_kernels.matmul.mosaic_wide_plan import (
     GROUP_SIZE,
     MMA_BYTES,
     PARAMETER_GROUPS,
-    PARAMETER_PITCH,
     PARAMETER_SLOTS,
     STEP_GROUPS,
     X_BYTES,
@@ -33,6 +32,7 @@ COLUMN_BYTES = 64  # of 32 inputs of a row of activations, which a warp copies a
 PIECES_AT_ONCE = 16  # of activations that a lane has in registers
 WARP_OUTPUTS = 16  # of a tile
 SUMS_BYTES = 16  # of a lane's sums of a tile of rows
+ONES = 0x3F803F80  # a pair of bfloat16
 
 
 def share_of(plan: Plan, block) -> ClusterShare:
@@ -88,7 +88,7 @@ def produce_codes(plan: Plan, at: dict, share: ClusterShare, ring: Ring, paramet
             slot, parity, *carry = carry
             ptx.wait_for_arrivals(parameters.emptied_barrier(slot), parity)
             for i, array in enumerate((scales, zeros)):
-                to = parameters.slot(slot) + i * (plan.tile * PARAMETER_PITCH)
+                to = parameters.slot(slot) + i * (plan.tile * plan.parameter_pitch)
                 copy_parameters(plan, array, share, first, to, thread)
             ptx.arrive_after_copies(parameters.filled_barrier(slot))
             return *parameters.following(slot, parity), *ptx.loop(first, last, carry, step)
@@ -108,7 +108,7 @@ def produce_codes(plan: Plan, at: dict, share: ClusterShare, ring: Ring, paramet
 
 def sources(plan: Plan, at: dict, share: ClusterShare, name: str, tile, thread) -> list:
     """Where the first output of each run of a tile has its numbers of an array, those from the block's first step on."""
-    group_bytes = CODE_BYTES if name == "codes" else 2
+    group_bytes = CODE_BYTES if name == "codes" else 2 * plan.parameters.subgroups
     within = ptx.i64(share.first) * (STEP_GROUPS * group_bytes)
     arrays, found = [at[f"{name}0_{i}"] for i in range(len(plan.outputs))], []
     for first in range(0, plan.tile, plan.run):
@@ -131,13 +131,16 @@ def copy_codes(plan: Plan, codes: list, number, slot, thread) -> None:
 
 def copy_parameters(plan: Plan, array: list, share: ClusterShare, first, to, thread) -> None:
     """Starts this lane's copies of scales or zeros, from step `first` on. array: see `sources`."""
-    output, word, row_bytes = thread >> 2, thread & 3, plan.groups * 2
-    there = first * STEP_GROUPS + word * 2 < share.count * STEP_GROUPS
-    within = ptx.i64(output * row_bytes + ptx.select(there, first * (2 * STEP_GROUPS) + word * 4, ptx.i32(0)))
-    size = ptx.select(there, ptx.i32(4), ptx.i32(0))
-    to = to + output * PARAMETER_PITCH + word * 4
-    for more in range(0, plan.tile, CODE_LANES // 4):
-        ptx.copy_async(to + more * PARAMETER_PITCH, array[more // plan.run] + within + more % plan.run * row_bytes, size, width=4)
+    output, subgroups = thread >> 2, plan.parameters.subgroups
+    row_bytes = plan.groups * (2 * subgroups)
+    first_word = thread & 3
+    for word in [first_word, *(first_word + 4 * i for i in range(1, subgroups))]:
+        there = first * (STEP_GROUPS * subgroups) + word * 2 < share.count * (STEP_GROUPS * subgroups)
+        within = ptx.i64(output * row_bytes + ptx.select(there, first * (2 * STEP_GROUPS * subgroups) + word * 4, ptx.i32(0)))
+        size = ptx.select(there, ptx.i32(4), ptx.i32(0))
+        at = to + output * plan.parameter_pitch + word * 4
+        for more in range(0, plan.tile, CODE_LANES // 4):
+            ptx.copy_async(at + more * plan.parameter_pitch, array[more // plan.run] + within + more % plan.run * row_bytes, size, width=4)
 
 
 # Warps that copy activations ---------------------------------------------------------------------------------------------
@@ -217,7 +220,7 @@ def multiply(plan: Plan, at: dict, share: ClusterShare, ring: Ring, parameters: 
     # Where a lane's row of codes is for `load_matrices`, whose matrices are two of rows and two columns of 16 bytes.
     codes_at = (warp * 16 + (lane & 15)) * plan.code_pitch
     moved = ((lane >> 4) ^ (lane & 7)) * PIECE_BYTES
-    parameters_at = (warp * 16 + (lane >> 2)) * PARAMETER_PITCH
+    parameters_at = (warp * 16 + (lane >> 2)) * plan.parameter_pitch
 
     def one_tile(tile, carry):
         def some(first, last, carry):
@@ -228,7 +231,7 @@ def multiply(plan: Plan, at: dict, share: ClusterShare, ring: Ring, parameters: 
             def step(number, carry):
                 slot, parity, acc = carry
                 ptx.wait_for_arrivals(ring.filled_barrier(slot), parity)
-                scales = scales_at + (number - first) * (2 * STEP_GROUPS)
+                scales = scales_at + (number - first) * (2 * STEP_GROUPS * plan.parameters.subgroups)
                 acc = add_step(plan, acc, ring.slot(slot), codes_at, moved, scales)
                 arrive_for_warp(ring.emptied_barrier(slot), lane)
                 return *ring.following(slot, parity), acc
@@ -255,23 +258,65 @@ def multiply(plan: Plan, at: dict, share: ClusterShare, ring: Ring, parameters: 
 
 def add_step(plan: Plan, acc: list, slot, codes_at, moved, scales_at) -> list:
     """Adds the products of a step, which are done when it returns."""
-    # A word has the scales or zeros of both groups of the step.
-    at = [scales_at + array * (plan.tile * PARAMETER_PITCH) for array in (0, 1)]
-    words = [[ptx.load_shared(x + row * PARAMETER_PITCH, 1)[0] for x in at] for row in (0, 8)]
-    for group, of_group in enumerate(("0x1010", "0x3232")):
-        rows = [numerics.nibble_factors(*(ptx.pure(f"prmt.b32 $0, $1, $2, {of_group};", x, x) for x in pair)) for pair in words]
+    # A word has the scales or zeros of two subgroups.
+    subgroups, columns = plan.parameters.subgroups, CODE_BYTES // PIECE_BYTES
+    at = [scales_at + array * (plan.tile * plan.parameter_pitch) for array in (0, 1)]
+    words = [[[ptx.load_shared(x + (row * plan.parameter_pitch + 4 * i), 1)[0] for x in at] for row in (0, 8)] for i in range(subgroups)]
+    for group in range(STEP_GROUPS):
+        numbers = [group * subgroups + i for i in range(subgroups)]
+        # [subgroup][row]
+        rows = [[Unpacked(plan, *(in_both_halves(x, number % 2) for x in pair)) for pair in words[number // 2]] for number in numbers]
         for first in (0, 2):  # of four columns of 16 bytes
-            column = (group * (CODE_BYTES // PIECE_BYTES) + first) * PIECE_BYTES
+            column = (group * columns + first) * PIECE_BYTES
             codes = fragments.load_matrices(slot + codes_at + (moved ^ column), transposed=False)
-            # [row][half of the group], each of the column and of the next.
-            weights = [[numerics.nibbles_to_bf16(codes[2 * i + j], rows[j]) for j in (0, 1)] for i in (0, 1)]
+            # [row][half of the subgroup], each of the column and of the next.
+            which = [(first + i) * subgroups // columns for i in (0, 1)]
+            weights = [[rows[which[i]][j].weights(codes[2 * i + j]) for j in (0, 1)] for i in (0, 1)]
             a = [[pairs[half][k] for k in (0, 1) for pairs in both] for both in weights for half in (0, 1)]
-            steps = [group * (GROUP_SIZE // 16) + first + i + 4 * half for i in (0, 1) for half in (0, 1)]
+            steps = [group * (GROUP_SIZE // 16) + place_of_column(first + i, half, columns // subgroups) for i in (0, 1) for half in (0, 1)]
             x = slot + plan.code_bytes
             acc = fragments.start_products(acc, a, x, [step * MMA_BYTES for step in steps], plan.x_tile_bytes)
             # Those before are done, and what was unpacked for them may be replaced.
             fragments.wait_for_products(1)
     return fragments.products_done(acc)
+
+
+def in_both_halves(word, half: int):
+    """A 16-bit half of a word, in both halves of another."""
+    return ptx.pure(f"prmt.b32 $0, $1, $2, {('0x1010', '0x3232')[half]};", word, word)
+
+
+def place_of_column(column: int, half: int, each: int) -> int:
+    """Which 16 inputs of a group the low or the high nibbles of a column of codes multiply. each: columns of a subgroup."""
+    return column // each * (2 * each) + column % each + half * each
+
+
+class Unpacked:
+    """Weights of a row of a group, divided by NIBBLES_DIVISOR and rounded once to bfloat16.
+
+    With minima a product and a sum in bfloat16 make them. With zero points these make code - zero point, exactly, and float32 the product
+    with the scale.
+    """
+
+    def __init__(self, plan: Plan, scale, zero):
+        """scale, zero: duplicated in both halves of a word."""
+        kind, zeros, _ = plan.parameters
+        self.scale = None
+        if zeros == "bfloat16":
+            self.factors = numerics.nibble_factors(scale, zero)
+            return
+        entries = numerics.f16_entries if kind == "float16" else numerics.bf16_entries
+        self.scale = entries(scale)[1]
+        zero_point = numerics.to_float(zero & 0xFFFF0000) * -(2.0**-16)
+        self.factors = numerics.nibble_factors(ptx.i32(ONES), numerics.pair(zero_point, zero_point, "bf16"))
+
+    def weights(self, codes) -> tuple:
+        """See `numerics.nibbles_to_bf16`."""
+        found = numerics.nibbles_to_bf16(codes, self.factors)
+        return found if self.scale is None else tuple(tuple(self._scaled(pair) for pair in half) for half in found)
+
+    def _scaled(self, pair):
+        return numerics.pair(*(x * self.scale for x in numerics.bf16_entries(pair)), "bf16")
 
 
 def write_outputs(plan: Plan, y, tile, warp, row_tile, sums: list, lane) -> None:

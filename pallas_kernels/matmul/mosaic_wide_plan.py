@@ -5,7 +5,7 @@ import math
 
 from pallas_kernels.gpu.launch import MAX_CLUSTER, clusters_at_once
 from pallas_kernels.gpu.layout import ROOM, Layout
-from pallas_kernels.matmul.support import GROUP_SIZE
+from pallas_kernels.matmul.support import DEFAULT_PARAMETERS, GROUP_SIZE, Parameters
 
 WARPGROUP_OUTPUTS = 64  # that a math warpgroup multiplies at once, 16 a warp
 COLUMNS = 8  # of activations in a tile of the tensor cores, a row each
@@ -17,8 +17,6 @@ X_BYTES = 2  # of an activation
 MMA_INPUTS = 16  # that a product of the tensor cores contracts
 MMA_BYTES = MMA_INPUTS * X_BYTES * COLUMNS  # of the activations of one such product, of eight rows
 PARAMETER_GROUPS = 8  # whose scales and zeros are copied at once: those of one step are a few bytes of each output
-# Bytes from one output to the next in a slot of scales and zeros: neighbours lie in different banks.
-PARAMETER_PITCH = 2 * PARAMETER_GROUPS + 4
 PARAMETER_SLOTS = 2
 MIN_SLOTS, MAX_SLOTS = 2, 8
 STEP_GROUPS = 2  # groups of inputs that a block takes at once
@@ -50,6 +48,7 @@ class Plan:
         outputs: the number of each weight's outputs.
         multiprocessors: of the device.
         config: how the work is divided.
+        parameters: of the weights.
     """
 
     rows: int
@@ -57,15 +56,18 @@ class Plan:
     outputs: tuple[int, ...]
     multiprocessors: int
     config: Config
+    parameters: Parameters = DEFAULT_PARAMETERS
 
     @classmethod
-    def fitting(cls, rows: int, groups: int, outputs: tuple[int, ...], multiprocessors: int) -> "Plan":
+    def fitting(
+        cls, rows: int, groups: int, outputs: tuple[int, ...], multiprocessors: int, parameters: Parameters = DEFAULT_PARAMETERS
+    ) -> "Plan":
         """The plan whose busiest multiprocessor copies the least.
 
         It has the same configuration for any number of rows, and with it each row the same sums in the same order.
         """
         sizes = range(1, MAX_CLUSTER + 1)
-        plans = [cls(MAX_ROWS, groups, outputs, multiprocessors, Config(n, size)) for n in (4, 3, 2, 1) for size in sizes]
+        plans = [cls(MAX_ROWS, groups, outputs, multiprocessors, Config(n, size), parameters) for n in (4, 3, 2, 1) for size in sizes]
         plans = [plan for plan in plans if plan.fits]
         return dataclasses.replace(min(plans, key=lambda plan: plan.cost), rows=rows)
 
@@ -155,7 +157,12 @@ class Plan:
     @property
     def parameter_bytes(self) -> int:
         """Bytes of a slot of scales and zeros."""
-        return 2 * self.tile * PARAMETER_PITCH
+        return 2 * self.tile * self.parameter_pitch
+
+    @property
+    def parameter_pitch(self) -> int:
+        """Bytes from one output to the next in a slot of scales and zeros: neighbours lie in different banks."""
+        return 2 * PARAMETER_GROUPS * self.parameters.subgroups + 4
 
     def _layout(self, slots: int) -> Layout:
         # At the end the blocks of a cluster keep their sums in the place of the ring.

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +13,39 @@ from jaxtyping import Array
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight
 
 GROUP_SIZE = 128
+GROUP_SIZES = (128, 64, 32)  # of weights that some kernel multiplies
 MAX_ROWS = 16  # of the kernels for few rows
 FEW_ROWS = 64  # up to which there are kernels for INT4 weights
 OUTPUTS = 16  # a weight has a multiple of these
+DTYPES = (("bfloat16", "bfloat16"), ("bfloat16", "int16"), ("float16", "int16"))  # of scales and zeros; in int16 they are zero points
 
 
-def unsupported(x: Array, weights: Sequence[Int4Weight], max_rows: int = MAX_ROWS) -> str | None:
-    """Why no kernel for up to `max_rows` rows runs on these arguments, or None."""
-    if others := {a.dtype.name for a in (x, *(p for w in weights for p in (w.scale, w.zero)))} - {"bfloat16"}:
-        return f"needs activations, scales and zeros in bfloat16, not {', '.join(sorted(others))}"
+class Parameters(NamedTuple):
+    """What scales and zeros a weight has: their dtypes, and how many inputs share them."""
+
+    scale: str = "bfloat16"
+    zero: str = "bfloat16"
+    group_size: int = GROUP_SIZE
+
+    @property
+    def subgroups(self) -> int:
+        """Scales of GROUP_SIZE inputs, which kernels take at once."""
+        return GROUP_SIZE // self.group_size
+
+
+DEFAULT_PARAMETERS = Parameters()
+
+
+def unsupported(
+    x: Array, weights: Sequence[Int4Weight], max_rows: int = MAX_ROWS, group_sizes: tuple[int, ...] = (GROUP_SIZE,)
+) -> str | None:
+    """Why no kernel for up to `max_rows` rows and groups of these sizes runs on these arguments, or None."""
+    if x.dtype != jnp.bfloat16:
+        return f"needs activations in bfloat16, not {x.dtype.name}"
+    if (kind := parameters_of(weights[0]))[:2] not in DTYPES:
+        return f"needs scales in bfloat16, or in bfloat16 or float16 with zero points in int16, not {kind.scale} with zeros in {kind.zero}"
+    if not alike(weights):
+        return "needs weights whose groups have one size, and whose scales and zeros have the same dtypes"
     rows = math.prod(x.shape[:-1])
     if not 1 <= rows <= max_rows:
         return f"supports up to {max_rows} rows, not {rows}"
@@ -28,10 +53,30 @@ def unsupported(x: Array, weights: Sequence[Int4Weight], max_rows: int = MAX_ROW
         return f"needs weights of as many inputs as there are activations, {x.shape[-1]}, not {', '.join(map(str, sorted(others)))}"
     for weight in weights:
         out, groups, half = weight.codes.shape
-        if 2 * half != GROUP_SIZE or groups * GROUP_SIZE != weight.in_features:
-            return f"supports inputs in whole groups of {GROUP_SIZE}, not {weight.in_features} in groups of {2 * half}"
+        if 2 * half not in group_sizes or 2 * half * groups != weight.in_features:
+            sizes = " or ".join(map(str, group_sizes))
+            return f"supports inputs in whole groups of {sizes}, not {weight.in_features} in groups of {2 * half}"
         if out % OUTPUTS:
             return f"supports outputs in multiples of {OUTPUTS}, not {out}"
+    return None
+
+
+def parameters_of(weight: Int4Weight) -> Parameters:
+    """What scales and zeros a weight has."""
+    return Parameters(weight.scale.dtype.name, weight.zero.dtype.name, 2 * weight.codes.shape[2])
+
+
+def alike(weights: Sequence[Int4Weight]) -> bool:
+    """Whether one launch can have these weights: their groups have one size, and their scales and zeros the same dtypes."""
+    return len({parameters_of(weight) for weight in weights}) <= 1
+
+
+def unsupported_by_mosaic(x: Array, weights: Sequence[Int4Weight], max_rows: int = MAX_ROWS) -> str | None:
+    """Why no kernel in Pallas Mosaic GPU for up to `max_rows` rows runs on these arguments, or None."""
+    if reason := unsupported(x, weights, max_rows, GROUP_SIZES):
+        return reason
+    if (inputs := x.shape[-1]) % GROUP_SIZE:
+        return f"supports inputs in multiples of {GROUP_SIZE}, not {inputs}"
     return None
 
 

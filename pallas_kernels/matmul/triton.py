@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import multiprocessors, no_triton, shared_memory
 from pallas_kernels.formats.weights import Int4Weight
 from pallas_kernels.matmul import support
-from pallas_kernels.matmul.support import GROUP_SIZE, OUTPUTS
+from pallas_kernels.matmul.support import GROUP_SIZE, GROUP_SIZES, OUTPUTS
 
 MAX_WEIGHTS = 3  # of a launch: queries, keys and values
 RESIDENT_WARPS = 12  # of a multiprocessor, at most: more would lack registers
@@ -41,7 +41,7 @@ def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:
         return reason
     if len(weights) > MAX_WEIGHTS:
         return f"supports up to {MAX_WEIGHTS} weights at once, not {len(weights)}"
-    return support.unsupported(x, weights)
+    return support.unsupported(x, weights, group_sizes=GROUP_SIZES)
 
 
 def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight], *, config: Config | None = None) -> Float[Array, "*rows out"]:
@@ -64,7 +64,7 @@ def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight], *, c
         M=plan.rows,
         ROWS=plan.block_rows,
         GROUPS=plan.groups,
-        G=GROUP_SIZE,
+        G=plan.group_size,
         SLICE=plan.slice_groups,
         BATCH=plan.config.groups,
         END0=ends[0],
@@ -72,6 +72,7 @@ def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight], *, c
         TILES=ends[2],
         TILE=plan.config.tile,
         STAGES=plan.config.num_stages,
+        ZERO_POINTS=weights[0].has_zero_points,
     )
     y = y[0] if plan.slices == 1 else y.sum(0).astype(x.dtype)
     return y.reshape(*x.shape[:-1], -1)
@@ -84,16 +85,26 @@ def max_warps(groups: int, tile: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The kernel for one set of shapes. groups: groups of inputs. outputs: the number of each weight's outputs."""
+    """The kernel for one set of shapes.
+
+    Attributes:
+        rows: of activations.
+        groups: groups of inputs.
+        outputs: the number of each weight's outputs.
+        config: how the work is divided.
+        group_size: inputs of a group.
+    """
 
     rows: int
     groups: int
     outputs: tuple[int, ...]
     config: Config = Config(2, OUTPUTS, num_warps=1, num_stages=3)
+    group_size: int = GROUP_SIZE
 
     @classmethod
     def of(cls, x: Array, weights: Sequence[Int4Weight]) -> "Plan":
-        return cls(math.prod(x.shape[:-1]), weights[0].codes.shape[1], tuple(weight.shape[0] for weight in weights))
+        _, groups, half = weights[0].codes.shape
+        return cls(math.prod(x.shape[:-1]), groups, tuple(weight.shape[0] for weight in weights), group_size=2 * half)
 
     def configured(self, config: Config | None) -> "Plan":
         """The plan with this configuration, or the default."""
@@ -156,8 +167,8 @@ class Plan:
     @property
     def shared_bytes(self) -> int:
         """The activations, what is on its way of tiles (a half-byte code of each input; scales and zeros), and the warps' sums."""
-        activations = self.config.groups * self.block_rows * GROUP_SIZE * 2
-        codes = self.config.groups * self.config.tile * (GROUP_SIZE // 2 + 2 + 2)
+        activations = self.config.groups * self.block_rows * self.group_size * 2
+        codes = self.config.groups * self.config.tile * (self.group_size // 2 + 2 + 2)
         return activations + (self.config.num_stages - 1) * codes + self.config.num_warps * self.config.tile * self.block_rows * 4
 
     @property

@@ -28,11 +28,12 @@ def multiply(
     M: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, G: tl.constexpr,
     SLICE: tl.constexpr, BATCH: tl.constexpr,
     END0: tl.constexpr, END1: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    ZERO_POINTS: tl.constexpr,
 ):  # fmt: skip
     """The program's tiles of y, or of its slice's summand.
 
     M: rows, which count as ROWS. GROUPS: of G inputs. SLICE: groups of a slice, which count as BATCH. END0, END1: where the tiles of
-    the first and of the second weight end.
+    the first and of the second weight end. ZERO_POINTS: whether zeros are zero points, else minima.
     """
     program = tl.program_id(0)
     part = tl.program_id(1)
@@ -60,7 +61,10 @@ def multiply(
         at = (number * TILE).to(tl.int64) * GROUPS + outputs[None, :] * GROUPS + group[:, None]
         packed = tl.load(codes_ptr + at[:, :, None] * (G // 2) + half[None, None, :], mask=there[:, None, None], other=0)
         scale = tl.load(scale_ptr + at, mask=there[:, None], other=0.0).to(tl.float32)
-        zero = tl.load(zero_ptr + at, mask=there[:, None], other=0.0).to(tl.float32) - EXCESS * scale
+        if ZERO_POINTS:
+            zero = -(tl.load(zero_ptr + at, mask=there[:, None], other=0).to(tl.float32) + EXCESS) * scale
+        else:
+            zero = tl.load(zero_ptr + at, mask=there[:, None], other=0.0).to(tl.float32) - EXCESS * scale
         low, high = unpack(packed, HIGH_BYTE, x_low.dtype)
         acc = tl.dot(high, x_high, tl.dot(low, x_low))
         y = tl.sum(acc * scale[:, :, None] + sums[:, None, :] * zero[:, :, None], 0)

@@ -28,7 +28,7 @@ FORMAT = 3
 TARGET, DRAFT = "target", "draft"
 BATCH_BYTES = 1 << 28  # read or written at once: with fewer, Orbax's own work takes longer
 LOADED_BYTES = 1 << 30  # moved to the device at once
-_STORED = ("uint8", "float16", "bfloat16", "float32")  # dtypes of arrays of packed weights
+_STORED = ("uint8", "int16", "float16", "bfloat16", "float32")  # dtypes of arrays of packed weights
 _PLAIN = re.compile(r"[\w/.,=+@~ -]*")  # paths that Orbax can use: it finds files by patterns, and reads \ as /
 
 

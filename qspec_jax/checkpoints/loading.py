@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from pallas_kernels.formats.weights import Int4Weight, dequantize_weight
-from pallas_kernels.matmul.support import GROUP_SIZE
+from pallas_kernels.matmul.support import GROUP_SIZES, unsupported
 from qspec_jax.checkpoints import converted
 from qspec_jax.checkpoints.gguf_file import is_gguf
 from qspec_jax.checkpoints.gguf_source import GgufSource
@@ -84,8 +84,8 @@ def open_source(checkpoint: str | Path) -> WeightSource:
 def packed_paths(source: WeightSource, dtype: jnp.dtype, weights: str | None, mesh: Mesh | None = None) -> frozenset[str]:
     """The paths of the weights of a quantized checkpoint that stay in INT4, as they are stored.
 
-    Without a choice they stay in INT4 if kernels can multiply by all of them: a model in bfloat16, and groups of 128 inputs with scales in
-    bfloat16 and without zero points. Weights whose groups would be cut by the devices are dequantized.
+    Without a choice they stay in INT4 if kernels can multiply by all of them: a model in bfloat16, groups of 128, 64 or 32 inputs, and
+    scales in bfloat16 or float16. Weights whose groups would be cut by the devices are dequantized.
 
     Args:
         source: the checkpoint.
@@ -117,14 +117,30 @@ def log_packed(source: WeightSource, packed: Set[str], dtype: jnp.dtype) -> None
         log.info("%s: its linear layers are quantized; %s", source.directory, what)
 
 
-def with_packed(config: LlamaConfig, packed: Set[str]) -> LlamaConfig:
-    """The config of a model of which these weights are in INT4."""
-    return dataclasses.replace(config, int4_weights=bool(packed) and packed >= set(filter(is_linear, weight_shapes(config))))
+def with_packed(config: LlamaConfig, packed: Set[str], group_size: int | None) -> LlamaConfig:
+    """The config of a model of which these weights are in INT4. group_size: inputs of a group of them."""
+    every = bool(packed) and packed >= set(filter(is_linear, weight_shapes(config)))
+    return dataclasses.replace(config, int4_weights=every, int4_group_size=_stated(group_size) if every else None)
+
+
+def _stated(group_size: int | None) -> int | None:
+    """What a config says of groups of that many inputs."""
+    return group_size if group_size in GROUP_SIZES[1:] else None
+
+
+def _group_size(source: WeightSource, packed: Set[str]) -> int | None:
+    """The inputs of a group of a packed weight; other weights are taken to have as many."""
+    return 2 * _packed_outline(source, min(packed)).codes.shape[-1] if packed else None
+
+
+def _stored_group_size(manifest: converted.Manifest) -> int | None:
+    """`_group_size` of a converted directory."""
+    return 2 * manifest.packed[min(manifest.packed)]["codes"][0][-1] if manifest.packed else None
 
 
 def _has_kernels(weight: Int4Weight) -> bool:
     """Whether kernels for bfloat16 can multiply by a weight."""
-    return 2 * weight.codes.shape[-1] == GROUP_SIZE and {weight.scale.dtype, weight.zero.dtype} == {jnp.dtype(jnp.bfloat16)}
+    return unsupported(jax.ShapeDtypeStruct((1, weight.in_features), jnp.bfloat16), [weight], group_sizes=GROUP_SIZES) is None
 
 
 def _packed_outline(source: WeightSource, path: str) -> Int4Weight:
@@ -140,7 +156,7 @@ def _load_source(directory: Path, dtype: str | None, weights: str | None, mesh: 
     wanted = jnp.dtype(as_loaded(dtype or stored_dtype(source.config)))
     packed = packed_paths(source, wanted, weights, mesh)
     log_packed(source, packed, wanted)
-    placement = Placement(with_packed(source.config, packed), mesh)
+    placement = Placement(with_packed(source.config, packed, _group_size(source, packed)), mesh)
     _check_fits(directory, placement, wanted, packed)
     with tqdm(total=len(source.places), desc="load", unit="tensor", disable=None if progress is None else not progress) as bar:
 
@@ -165,7 +181,7 @@ def _load_source(directory: Path, dtype: str | None, weights: str | None, mesh: 
 def _load_converted(directory: Path, dtype: str | None, weights: str | None, mesh: Mesh | None) -> Llama:
     config, manifest = config_and_manifest(directory)
     wanted, packed = jnp.dtype(as_loaded(dtype or manifest.dtype)), frozenset() if weights == DEQUANTIZED else frozenset(manifest.packed)
-    placement = Placement(with_packed(config, packed), mesh)
+    placement = Placement(with_packed(config, packed, _stored_group_size(manifest)), mesh)
     if weights == PACKED and not manifest.packed:
         raise InputError(f"{directory}: its weights are stored dequantized; convert the checkpoint again with {PACKED} weights")
     shapes = manifest.stored_shapes(wanted)
@@ -214,13 +230,15 @@ def config_and_outline(directory: str | Path) -> tuple[LlamaConfig, str, dict[st
     if converted.is_converted(directory):
         config, manifest = config_and_manifest(directory)
         weights = manifest.stored_shapes(jnp.dtype(manifest.dtype))
-        return dataclasses.replace(with_packed(config, manifest.packed.keys()), dtype=manifest.dtype), manifest.dtype, weights
+        config = with_packed(config, manifest.packed.keys(), _stored_group_size(manifest))
+        return dataclasses.replace(config, dtype=manifest.dtype), manifest.dtype, weights
     source = open_source(directory)
     dtype = jnp.dtype(stored_dtype(source.config))
     packed = packed_paths(source, dtype, None)
 
     plain = {path: jax.ShapeDtypeStruct(place.shape, dtype) for path, place in source.places.items()}
-    return with_packed(source.config, packed), dtype.name, plain | {path: _packed_outline(source, path) for path in packed}
+    config = with_packed(source.config, packed, _group_size(source, packed))
+    return config, dtype.name, plain | {path: _packed_outline(source, path) for path in packed}
 
 
 def planned_config(directory: str | Path) -> LlamaConfig:
@@ -232,9 +250,11 @@ def planned_config(directory: str | Path) -> LlamaConfig:
     if is_gguf(directory):
         return config
     if converted.is_converted(directory):
-        return with_packed(config, converted.read_manifest(directory).packed.keys())
+        manifest = converted.read_manifest(directory)
+        return with_packed(config, manifest.packed.keys(), _stored_group_size(manifest))
     form = quantized_format(directory, read_json(directory / "config.json"))
-    return dataclasses.replace(config, int4_weights=form is not None and form.suits_kernels and config.dtype == "bfloat16")
+    size = form.kernel_group_size if form is not None and config.dtype in ("bfloat16", "float16") else None
+    return dataclasses.replace(config, int4_weights=size is not None, int4_group_size=_stated(size))
 
 
 def config_and_manifest(directory: Path) -> tuple[LlamaConfig, converted.Manifest]:

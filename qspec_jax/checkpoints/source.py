@@ -66,7 +66,7 @@ class WeightSource(Protocol):
     def read_packed(self, path: str) -> Int4Weight:
         """The weight at a path of the model, which is stored in groups of 4-bit codes, in INT4, in numpy arrays; see `can_pack`.
 
-        Its values in float32, code * scale + zero, are those that `read` returns, bit for bit.
+        Its values in float32 (see `Int4Weight`) are those that `read` returns, bit for bit.
         """
         raise ValueError(f"{path} is not stored in groups of 4-bit codes that can be packed")
 

@@ -113,9 +113,9 @@ def int4_bytes(config: LlamaConfig, layer: int = 0) -> int:
     return sum(size for path, size in _weights(config, 4).items() if _in_layer(path, layer) and is_linear(path))
 
 
-def int4_matrix_bytes(out: int, inputs: int) -> int:
-    """Bytes of a matrix in INT4: codes, and a scale and a zero for each group of inputs."""
-    return bytes_of(int4_outline((out, inputs)))
+def int4_matrix_bytes(out: int, inputs: int, group_size: int | None = None) -> int:
+    """Bytes of a matrix in INT4: codes, and a scale and a zero for each group of inputs. group_size: see `LlamaConfig.int4_group_size`."""
+    return bytes_of(int4_outline((out, inputs), group_size=group_size))
 
 
 def layer_weight_bytes(config: LlamaConfig, bits: int, layer: int = 0, *, rows: int | None = None) -> int:

@@ -193,7 +193,7 @@ def _int4_layer(device: Device, config: LlamaConfig, layer: int, rows: int) -> C
     if not fused:
         cost = Cost(0.0, Counter(launch_small=4))  # two norms, RoPE, the gated activation
         for out, inputs in linear_shapes(config, layer):
-            cost += int4_matmul_cost(device, out, inputs, rows)
+            cost += int4_matmul_cost(device, out, inputs, rows, config.int4_group_size)
         return cost
     counts = Counter(layer_int4=1)
     for out, inputs in linear_shapes(config, layer):
@@ -211,9 +211,9 @@ def max_int4_rows(device: Device) -> int:
     return max(kernel.max_rows for kernel in int4_kernels(device))
 
 
-def int4_matmul_cost(device: Device, out: int, inputs: int, rows: int) -> Cost:
-    """An INT4 matmul in a launch of its own."""
-    floor = int4_matrix_bytes(out, inputs) / device.read_bytes_per_s
+def int4_matmul_cost(device: Device, out: int, inputs: int, rows: int, group_size: int | None = None) -> Cost:
+    """An INT4 matmul in a launch of its own. group_size: see `LlamaConfig.int4_group_size`."""
+    floor = int4_matrix_bytes(out, inputs, group_size) / device.read_bytes_per_s
     modules = [kernel.module_name for kernel in int4_kernels(device) if kernel.takes_rows(rows)]
     if "mosaic_wide" in modules and inputs % (mosaic_wide_plan.STEP_GROUPS * GROUP_SIZE) == 0:
         plan = mosaic_wide_plan.Plan.fitting(rows, inputs // GROUP_SIZE, (out,), device.multiprocessors)

@@ -22,15 +22,17 @@ def outline(config: LlamaConfig, *, int4: bool = False, dtype: str = "bfloat16")
     has_int4 = int4 or config.int4_weights
 
     def make(path: str, shape: tuple[int, ...]) -> Weight:
-        return int4_outline(shape, dtype) if has_int4 and is_linear(path) else jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+        if has_int4 and is_linear(path):
+            return int4_outline(shape, dtype, config.int4_group_size)
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
     return Llama(config, make)
 
 
-def int4_outline(shape: tuple[int, int], dtype: str = "bfloat16") -> Int4Weight:
-    """The shapes of a weight [out, in] in INT4. dtype: of scales and zeros."""
+def int4_outline(shape: tuple[int, int], dtype: str = "bfloat16", group_size: int | None = None) -> Int4Weight:
+    """The shapes of a weight [out, in] in INT4. dtype: of scales and zeros. group_size: `weight_group_size` unless given."""
     out, inputs = shape
-    size = weight_group_size(inputs)
+    size = group_size or weight_group_size(inputs)
     groups = -(-inputs // size)
     codes = jax.ShapeDtypeStruct((out, groups, size // 2), jnp.uint8)
     scale, zero = (jax.ShapeDtypeStruct((out, groups), jnp.dtype(dtype)) for _ in range(2))

@@ -6,7 +6,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from problems.matmul import random_weight
+from jax.typing import DTypeLike
+from problems.matmul import random_weight, with_zero_points
 
 from pallas_kernels.formats.weights import dequantize_weight
 from pallas_kernels.fused_layer.arguments import LayerArguments
@@ -16,7 +17,18 @@ EPS = 1e-5
 arguments = functools.partial(LayerArguments, handoff=None, eps=EPS, biases={}, axis=None)
 
 
-def random_layer(width: int, heads: int, hidden: int, outputs: tuple[int, ...], rows: int, outliers: bool = False) -> list:
+def random_layer(
+    width: int,
+    heads: int,
+    hidden: int,
+    outputs: tuple[int, ...],
+    rows: int,
+    outliers: bool = False,
+    *,
+    group_size: int = 128,
+    scale_dtype: DTypeLike | None = None,
+) -> list:
+    """The arguments of a layer. scale_dtype: of scales, with zero points; None: bfloat16, and no zero points."""
     r = np.random.default_rng([width, hidden, rows])
 
     def activations(channels: int) -> jax.Array:
@@ -24,8 +36,9 @@ def random_layer(width: int, heads: int, hidden: int, outputs: tuple[int, ...], 
         return jnp.asarray(x * np.where(np.arange(channels) % 97 == 3, 100, 1) if outliers else x, jnp.bfloat16)
 
     def weight(out: int, inputs: int, seed: int):
-        found = random_weight(out, inputs, seed)
-        return dataclasses.replace(found, scale=found.scale * inputs**-0.5, zero=found.zero * inputs**-0.5)
+        found = random_weight(out, inputs, seed, group_size)
+        found = dataclasses.replace(found, scale=found.scale * inputs**-0.5, zero=found.zero * inputs**-0.5)
+        return with_zero_points(found, scale_dtype) if scale_dtype else found
 
     norm = lambda: jnp.asarray(r.uniform(0.5, 1.5, width), jnp.bfloat16)
     following = [weight(out, width, 4 + i) for i, out in enumerate(outputs)]

@@ -1,5 +1,6 @@
 """Random problems of matmul that all its tests share, and how wrong an answer is."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -15,6 +16,15 @@ def random_weight(out: int, inputs: int, seed: int, group_size: int = 128) -> In
     scale = r.uniform(0.1, 0.4, (out, groups)) * np.where(r.random((out, groups)) < 0.05, 50, 1)
     codes = jnp.asarray(r.integers(0, 256, (out, groups, group_size // 2), np.uint8))
     return Int4Weight(codes, jnp.asarray(scale, jnp.bfloat16), jnp.asarray(-7.3 * scale, jnp.bfloat16))
+
+
+def with_zero_points(weight: Int4Weight, scale_dtype) -> Int4Weight:
+    """The weight with scales in that dtype, and zero points of 0 to 16."""
+    r = np.random.default_rng(weight.scale.shape)
+    zeros = r.integers(0, 17, weight.zero.shape)
+    # Not all of them numbers of bfloat16.
+    scale = np.asarray(weight.scale, np.float32) * r.uniform(0.9, 1.1, weight.scale.shape)
+    return dataclasses.replace(weight, scale=jnp.asarray(scale, scale_dtype), zero=jnp.asarray(zeros, jnp.int16))
 
 
 def plain_weight(out: int, inputs: int, seed: int) -> jax.Array:

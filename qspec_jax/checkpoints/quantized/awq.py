@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 
+from pallas_kernels.matmul.support import GROUP_SIZES
 from qspec_jax.checkpoints.quantized.settings import Settings
 from qspec_jax.checkpoints.quantized.tensor import SCALES, GroupedTensor, Parts, check_tensor, needed
 from qspec_jax.checkpoints.quantized.words import unpack, words_for
@@ -49,8 +50,12 @@ class AwqFormat:
     group_size: int
     name = "AWQ"
     suffixes = ("qweight", "qzeros", "scales")
-    suits_kernels = False
     unused = ()
+
+    @property
+    def kernel_group_size(self) -> int | None:
+        """See `Format`."""
+        return self.group_size if self.group_size in GROUP_SIZES else None
 
     def tensor(self, module: str, shape: tuple[int, int], parts: Parts) -> AwqTensor | None:
         """See `Format`."""

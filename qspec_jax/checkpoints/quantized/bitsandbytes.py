@@ -63,7 +63,7 @@ class BitsAndBytes:
 
     name = "bitsandbytes"
     suffixes = ("weight", "weight.absmax", "weight.quant_map", STATE, *NESTED)
-    suits_kernels = False
+    kernel_group_size = None
     unused = ()
 
     def tensor(self, module: str, shape: tuple[int, int], parts: Parts) -> Nf4Tensor | None:

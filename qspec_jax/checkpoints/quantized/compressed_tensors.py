@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from pallas_kernels.matmul.support import GROUP_SIZE
+from pallas_kernels.matmul.support import GROUP_SIZES
 from qspec_jax.checkpoints.quantized.fp8 import E4M3, Fp8Tensor, fp8_tensor
 from qspec_jax.checkpoints.quantized.settings import Settings
 from qspec_jax.checkpoints.quantized.tensor import SCALES, GroupedTensor, Parts, check_tensor, needed
@@ -83,10 +83,12 @@ class CompressedTensors:
     unused = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "k_scale", "v_scale", "q_scale")
 
     @property
-    def suits_kernels(self) -> bool:
+    def kernel_group_size(self) -> int | None:
         """See `Format`."""
-        wanted = dict(format=PACKED, bits=4, symmetric=True, block=(1, GROUP_SIZE), ordered=False)
-        return all(dataclasses.replace(scheme, **wanted) == scheme for scheme in self.schemes)
+        size = self.schemes[0].block[1]
+        wanted = dict(format=PACKED, bits=4, block=(1, size), ordered=False)
+        suits = size in GROUP_SIZES and all(dataclasses.replace(scheme, **wanted) == scheme for scheme in self.schemes)
+        return size if suits else None
 
     def tensor(self, module: str, shape: tuple[int, int], parts: Parts) -> PackedTensor | Fp8Tensor | None:
         """See `Format`."""

@@ -63,7 +63,7 @@ class Fp8Format:
     block: tuple[int, int] | None
     name = "FP8"
     suffixes = ("weight", "weight_scale_inv", "weight_scale")
-    suits_kernels = False
+    kernel_group_size = None
     unused = ("activation_scale", "input_scale", "k_scale", "v_scale")
 
     def tensor(self, module: str, shape: tuple[int, int], parts: Parts) -> Fp8Tensor | None:

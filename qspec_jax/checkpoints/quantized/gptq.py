@@ -8,6 +8,7 @@ import dataclasses
 
 import numpy as np
 
+from pallas_kernels.matmul.support import GROUP_SIZES
 from qspec_jax.checkpoints.quantized.settings import Settings
 from qspec_jax.checkpoints.quantized.tensor import SCALES, GroupedTensor, Parts, check_tensor, needed
 from qspec_jax.checkpoints.quantized.words import unpack, words_for
@@ -47,15 +48,21 @@ class GptqFormat:
         bits: that weights may have: the settings' own, and those of its rules for single modules.
         group_size: inputs that share a scale; -1: all. None: there are rules for single modules, and the scales say it.
         minus_one: whether zero points are stored minus one.
+        act_order: whether the groups of inputs may be out of order.
     """
 
     bits: tuple[int, ...]
     group_size: int | None
     minus_one: bool
+    act_order: bool
     name = "GPTQ"
     suffixes = ("qweight", "qzeros", "scales", "g_idx")
-    suits_kernels = False
     unused = ()
+
+    @property
+    def kernel_group_size(self) -> int | None:
+        """See `Format`."""
+        return self.group_size if self.bits == (4,) and self.group_size in GROUP_SIZES and not self.act_order else None
 
     def tensor(self, module: str, shape: tuple[int, int], parts: Parts) -> GptqTensor | None:
         """See `Format`."""
@@ -93,11 +100,11 @@ def gptq_format(settings: Settings) -> GptqFormat:
         raise settings.refused(f"checkpoint_format and format of the GPTQ quantization differ: {settings.raw['checkpoint_format']}")
     settings.choice("pack_dtype", (None, "int32"))
     bits, size = settings.number("bits", allowed=BITS), settings.number("group_size")
-    rules = settings.within("dynamic")
+    act_order, rules = settings.raw.get("desc_act") is True, settings.within("dynamic")
     if rules is None or not rules.raw:
-        return GptqFormat((bits,), size, V2 not in versions)
+        return GptqFormat((bits,), size, V2 not in versions, act_order)
     several = {bits}
     for name in rules.raw:
         rule = None if name.startswith("-:") else rules.within(name)
         several |= {rule.number("bits", allowed=BITS)} if rule is not None and "bits" in rule.raw else set()
-    return GptqFormat((bits, *sorted(several - {bits})), None, V2 not in versions)
+    return GptqFormat((bits, *sorted(several - {bits})), None, V2 not in versions, act_order)

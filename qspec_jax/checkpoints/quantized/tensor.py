@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import ClassVar, Protocol
 
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.formats.weights import Int4Weight
@@ -23,7 +24,8 @@ class Format(Protocol):
     Attributes:
         name: of the format, for messages.
         suffixes: the last parts of the names of tensors that a quantized weight consists of, without the name of its module.
-        suits_kernels: whether kernels can multiply by its codes where its scales are in bfloat16, by the settings.
+        kernel_group_size: inputs of a group where kernels can multiply by its codes, with scales in bfloat16 or float16; None where they
+            cannot. The settings say it.
         unused: the last parts of names of tensors that a quantized module may have too, and that its weight does not need.
     """
 
@@ -32,7 +34,7 @@ class Format(Protocol):
     unused: tuple[str, ...]
 
     @property
-    def suits_kernels(self) -> bool: ...
+    def kernel_group_size(self) -> int | None: ...
 
     def tensor(self, module: str, shape: tuple[int, int], parts: Parts) -> "QuantizedTensor | None":
         """The quantized weight of a module.
@@ -153,8 +155,8 @@ class GroupedTensor(QuantizedTensor):
     def pack(self, first: int, rows: int) -> Int4Weight:
         """Rows of the weight in INT4, in numpy arrays, whose values in float32 are those of `read`, bit for bit.
 
-        Scales are as they are stored. Zeros, minus the products of zero points and scales, have the scales' dtype if they fit it exactly,
-        as those of symmetric weights do, else float32.
+        Scales are as they are stored. Where they are in bfloat16, and minus the products of zero points and scales are numbers of bfloat16,
+        as those of symmetric weights are, these products are the zeros. All others are zero points in int16.
         """
         codes = self.codes(first, rows).reshape(rows, -1, self.group_size)
         half = self.group_size // 2
@@ -165,10 +167,12 @@ class GroupedTensor(QuantizedTensor):
     def parameters(self, first: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Scale and zero of `pack`, of rows."""
         scales, zeros = (np.ascontiguousarray(x[first : first + rows]) for x in (self.scales(), self.zero_points()))
-        zero = -zeros.astype(np.float32) * scales.astype(np.float32)
-        with np.errstate(over="ignore"):
+        if scales.dtype == jnp.bfloat16:
+            zero = -zeros.astype(np.float32) * scales.astype(np.float32)
             narrow = zero.astype(scales.dtype)
-        return scales, narrow if np.array_equal(narrow.astype(np.float32), zero) else zero
+            if np.array_equal(narrow.astype(np.float32), zero):
+                return scales, narrow
+        return scales, zeros.astype(np.int16)
 
     def load(self, first: int, rows: int) -> Dequantize:
         """See `QuantizedTensor`."""
