@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from convert import convert, export, verify
 from qspec_jax import generate
 from qspec_jax.checkpoints.info import model_info
-from qspec_jax.checkpoints.loading import load_model
+from qspec_jax.checkpoints.loading import load_model, planned_config
 from qspec_jax.checkpoints.quantized import tensor as quantized
 from qspec_jax.checkpoints.quantized.awq import AwqTensor
 from qspec_jax.checkpoints.quantized.bitsandbytes import Nf4Tensor
