@@ -77,6 +77,11 @@ def test_max_length(settings, longest):
     assert LlamaConfig.from_hf(hf_config(**settings)).max_length == longest
 
 
+def test_positions_of_gemma_count_its_linear_scaling():
+    config = hf_config("Gemma3ForCausalLM", hidden_act=..., **rope_settings("linear"), rope_local_base_freq=500.0)
+    assert LlamaConfig.from_hf(config).max_length == config["max_position_embeddings"]
+
+
 @pytest.mark.parametrize(
     ("rope_type", "change", "named"),
     [

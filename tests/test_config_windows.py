@@ -80,14 +80,14 @@ def test_full_layers_of_a_hybrid_model_have_no_rope():
 def test_rope_of_layers_with_a_window():
     """Where theirs is another, they have it however long the window is."""
     rope = {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_parameters": ...}
-    old = LlamaConfig.from_hf(hf_config("Gemma3ForCausalLM", hidden_act=..., sliding_window=128, **rope, rope_local_base_freq=500.0))
+    old = LlamaConfig.from_hf(hf_config("Gemma3ForCausalLM", hidden_act=..., sliding_window=127, **rope, rope_local_base_freq=500.0))
     assert (old.rope.factor, old.sliding_rope.rope_theta, old.sliding_rope.rope_type) == (8.0, 500.0, "default")
-    assert old.sliding_layers == (0, 1) == old.windowed_layers  # linear scaling makes positions of which 128 are not all
+    assert old.sliding_layers == (0, 1) == old.windowed_layers
     plain = {"sliding_window": 128, "rope_theta": 1e6, "rope_local_base_freq": 500.0, "rope_parameters": ...}
     idle = LlamaConfig.from_hf(hf_config("Gemma3ForCausalLM", hidden_act=..., **plain))
     assert idle.sliding_layers == (0, 1) and idle.windowed_layers == () and idle.sliding_rope == old.sliding_rope
     by_kind = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}, "sliding_attention": {"rope_theta": 500.0}}
-    assert LlamaConfig.from_hf(hf_config("Gemma3ForCausalLM", hidden_act=..., sliding_window=128, rope_parameters=by_kind)) == old
+    assert LlamaConfig.from_hf(hf_config("Gemma3ForCausalLM", hidden_act=..., sliding_window=127, rope_parameters=by_kind)) == old
     olmo = LlamaConfig.from_hf(hf_config("Olmo3ForCausalLM", sliding_window=16, **rope))
     assert (olmo.rope.rope_type, olmo.sliding_rope.rope_type, olmo.sliding_rope.rope_theta) == ("linear", "default", 1e6)
 

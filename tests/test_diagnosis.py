@@ -118,8 +118,11 @@ def test_doctor_names_what_was_given(options, message, directory, fails):
     fails(["doctor", "--model", directory, "--context", *options], message)
 
 
-def test_doctor_asks_for_new_tokens_that_fit(directory, run):
+def test_doctor_asks_for_tokens_that_fit(directory, run):
     assert run("doctor", "--model", directory, "--context", 100)[0] == 0
+    for options, prompt in (((), 64), (("--max-new-tokens", 100), 28)):
+        code, out, _ = run("doctor", "--model", directory, *options)
+        assert code == 0 and f"a prompt of {prompt} tokens" in " ".join(out.split())
 
 
 def test_doctor_lists_kernels(directory):

@@ -339,7 +339,7 @@ def test_info_and_plan_and_auto(directory, run):
     assert info.experts.count == 12 and info.parameters - info.token_parameters == 2 * 10 * 3 * 64 * 32
     code, out, _ = run("info", directory(EXPERTS))
     said = " ".join(out.split())
-    assert code == 0 and "12 of 32 in 2 layers, 2 for each token" in said
+    assert code == 0 and "12 of width 32 in each of 2 layers, 2 for each token" in said
     assert f"of which a token goes through {info.token_parameters:,}" in said
     assert "MLP" not in said and "MLP 96" in run("info", directory(MIXED))[1]
     config = bfloat16(MIXED)

@@ -142,5 +142,7 @@ def test_without_a_network(here, tmp_path):
 def test_what_is_no_name_is_not_asked_for(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hub, "_fetched", lambda name: pytest.fail(f"{name} was asked for"))
-    with pytest.raises(InputError, match="no such directory; a Hugging Face checkpoint directory is needed, or ORG/NAME"):
+    with pytest.raises(
+        InputError, match="no such directory or file; a Hugging Face checkpoint directory, a GGUF file or ORG/NAME on the Hub is needed"
+    ):
         hub.local(name)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -214,5 +215,11 @@ def test_commands_take_weights(tmp_path, run, fails, caplog):
         assert code == 0 and said in caplog.text
     code, _, _ = run("convert", tmp_path / "hf", tmp_path / "out", "--weights", "packed", "--json")
     assert code == 0 and packed_weights(load_model(tmp_path / "out"))
+    for command in (("info", tmp_path / "hf"), ("doctor", "--model", tmp_path / "hf")):
+        code, out, _ = run(*command)
+        assert code == 0 and re.search(r"^linear layers +AWQ, 7 of 7 stay in INT4 *$", out, re.M)
+    assert re.search(r"^linear layers +7 of 7 stay in INT4 *$", run("info", tmp_path / "out")[1], re.M)
+    caplog.clear()
+    assert run("plan", "--model", tmp_path / "hf", "--draft", "quantspec")[0] == 0 and "(AWQ); they are planned in INT4" in caplog.text
     edit_json(tmp_path / "hf" / "config.json", lambda raw: raw["quantization_config"].update(bits=3))
     fails(arguments, "bits of the AWQ quantization is 3")

@@ -48,7 +48,6 @@ _GEMMA_3 = {
     "rope_theta": 1e6,
     "rope_local_base_freq": 10000.0,
     "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-    "max_position_embeddings": 1 << 17,  # times the factor
     "hidden_activation": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
 }

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import json
-import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,10 +14,8 @@ from qspec_jax.checkpoints.gguf_file import FLOATS, GgufFile, read_gguf
 from qspec_jax.checkpoints.gguf_tokenizer import tokenizer_files
 from qspec_jax.checkpoints.source import WeightSource
 from qspec_jax.checkpoints.tensor_names import Place, places
-from qspec_jax.errors import InputError, flat, listed, warn_once
+from qspec_jax.errors import InputError, flat, listed
 from qspec_jax.models.config import LlamaConfig
-
-log = logging.getLogger(__name__)
 
 # general.architecture -> the architecture of Hugging Face, and whether rows of queries and keys are stored in pairs (2i, 2i + 1) of RoPE.
 _ARCHITECTURES = {
@@ -60,6 +57,14 @@ def gguf_config(path: Path) -> LlamaConfig:
     return _config(read_gguf(path))
 
 
+def gguf_quantization(path: Path) -> str | None:
+    """The types of codes that the matrices of a GGUF file are stored in, such as Q4_K; None without any.
+
+    Raises InputError as `gguf_config`.
+    """
+    return ", ".join(_quantized_kinds(read_gguf(path))) or None
+
+
 def gguf_tokenizer_files(path: Path) -> dict[str, bytes]:
     """The contents of the files of a Hugging Face directory for the tokenizer of a GGUF file, by their names; empty without a tokenizer.
 
@@ -82,6 +87,7 @@ class GgufSource(WeightSource):
         self.file = read_gguf(path)
         self.directory = path
         self.config = _config(self.file)
+        self.quantization = ", ".join(_quantized_kinds(self.file)) or None
         self.not_finite: set[str] = set()
         if self.config.num_layers > len(self.file.tensors):  # a huge number of layers would take long to count
             raise InputError(
@@ -205,16 +211,19 @@ def _as_huggingface(file: GgufFile) -> dict[str, Any]:
 
 def _dtype(file: GgufFile) -> str:
     """The dtype that the model is loaded in by default: that of its matrices, or bfloat16 if there are codes among them."""
-    kinds = {tensor.kind for tensor in file.tensors.values() if len(tensor.shape) > 1}
-    if quantized := sorted(kinds - FLOATS.keys()):
-        warn_once(
-            log,
-            f"{file.path}: the model is quantized ({', '.join(quantized)}); its dequantized weights are bfloat16 by default, and --dtype "
-            "float32 keeps every bit",
-            logging.INFO,
-        )
+    kinds = _matrix_kinds(file)
+    if _quantized_kinds(file):
         return "bfloat16"
     return next(np.dtype(FLOATS[kind]).name for kind in ("F32", "BF16", "F16") if kind in kinds)
+
+
+def _quantized_kinds(file: GgufFile) -> list[str]:
+    """The types of its matrices that are codes."""
+    return sorted(_matrix_kinds(file) - FLOATS.keys())
+
+
+def _matrix_kinds(file: GgufFile) -> set[str]:
+    return {tensor.kind for tensor in file.tensors.values() if len(tensor.shape) > 1}
 
 
 class _Metadata:

@@ -23,6 +23,7 @@ TEMPLATES = "additional_chat_templates/*.jinja"  # further chat templates, as tr
 _FETCHED = ("*.safetensors", "*.safetensors.index.json", "quantize_config.json", *SMALL_FILES)
 # Another layout of the same weights, and files in folders, unless an index names them.
 _NOT_FETCHED = ("consolidated*", "adapter*", "*/*")
+_NEEDED = "a Hugging Face checkpoint directory, a GGUF file or ORG/NAME on the Hub is needed"
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
 
 
@@ -40,7 +41,7 @@ def local(checkpoint: str | Path, *, progress: bool | None = None) -> Path:
         InputError: if it is no directory and cannot be fetched.
     """
     if checkpoint == "":
-        raise InputError("the name of the checkpoint is empty; a Hugging Face checkpoint directory is needed, or ORG/NAME on the Hub")
+        raise InputError(f"the name of the checkpoint is empty; {_NEEDED}")
     directory = Path(checkpoint)
     with reading(checkpoint):
         if directory.is_dir():
@@ -52,7 +53,7 @@ def local(checkpoint: str | Path, *, progress: bool | None = None) -> Path:
         # A name that does not exist in a folder that does is a mistyped path.
         mistyped = directory.parent.is_dir() and "@" not in directory.name
         if mistyped or not _NAME.fullmatch(str(checkpoint)):
-            raise InputError(f"{checkpoint}: no such directory; a Hugging Face checkpoint directory is needed, or ORG/NAME on the Hub")
+            raise InputError(f"{checkpoint}: no such directory or file; {_NEEDED}")
     from huggingface_hub import constants, utils  # slow to import, and not needed for a directory
 
     hide = not (sys.stderr.isatty() if progress is None else progress) and constants.HF_HUB_DISABLE_PROGRESS_BARS is None

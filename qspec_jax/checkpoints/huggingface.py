@@ -119,7 +119,8 @@ class Source(WeightSource):
         self.places = places(self.config)
         self._rename(tensor_shapes(self.config).keys() | {self.head})
         self._find_quantized()
-        self.is_quantized = any(isinstance(tensor, QuantizedTensor) for tensor in self.tensors.values())
+        has_codes = any(isinstance(tensor, QuantizedTensor) for tensor in self.tensors.values())
+        self.quantization = self.format.name if has_codes else None
         self._check()
 
     def read(self, path: str, memory: np.ndarray | None = None) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.formats.weights import Int4Weight
 from qspec_jax.caches.registry import CacheConfig
-from qspec_jax.checkpoints.loading import config_and_outline
+from qspec_jax.checkpoints.loading import Outline, outline_of
 from qspec_jax.checkpoints.tensor_names import weight_shapes
 from qspec_jax.errors import InputError
-from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.experts import is_expert_matrix
 from qspec_jax.models.experts_config import ExpertsConfig
 from qspec_jax.quantization.weights import is_linear, quantize_rows, quantize_weight
@@ -27,6 +25,11 @@ class ModelInfo:
     """A checkpoint's settings and sizes.
 
     Attributes:
+        dtype: that the checkpoint is stored in, or of a quantized one what is not stored as codes.
+        sliding_window: tokens that layers with a sliding window attend to; None if no layer has one.
+        sliding_layers: how many layers have it.
+        quantization: the format that linear layers are stored in as codes; None if they are stored as numbers.
+        linear_layers: how they are stored and loaded, in words; None if they are neither quantized nor in INT4.
         weight_bytes: of the weights, as the checkpoint is loaded.
         parameters: numbers in all weights.
         token_parameters: numbers in the weights that a token goes through: all but those of experts that it does not choose.
@@ -52,6 +55,10 @@ class ModelInfo:
     tie_word_embeddings: bool
     max_length: int
     rope_type: str
+    sliding_window: int | None
+    sliding_layers: int
+    quantization: str | None
+    linear_layers: str | None
     eos_token_ids: tuple[int, ...]
     weight_bytes: int
     draft_weight_bytes: int
@@ -71,16 +78,17 @@ def model_info(directory: str | Path, *, context: int | None = None, cache: Cach
     Raises:
         InputError: as loading does, and for a context below 1.
     """
-    config, loaded_as, weights = config_and_outline(directory)
-    dtype = jnp.dtype(loaded_as)
-    context = config.max_length if context is None else context
+    outline = outline_of(directory)
+    dtype = jnp.dtype(outline.dtype)
+    context = outline.config.max_length if context is None else context
     if context < 1:
         raise InputError(f"context {context} should be at least 1 token")
     with jax.enable_x64(dtype == jnp.float64):
-        return _sizes(config, weights, dtype, context, cache or CacheConfig())
+        return _sizes(outline, dtype, context, cache or CacheConfig())
 
 
-def _sizes(config: LlamaConfig, weights: Mapping[str, Any], dtype: jnp.dtype, context: int, cache: CacheConfig) -> ModelInfo:
+def _sizes(outline: Outline, dtype: jnp.dtype, context: int, cache: CacheConfig) -> ModelInfo:
+    config, weights = outline.config, outline.weights
     own = [w for path, w in weights.items() if is_linear(path) and not isinstance(w, Int4Weight)]
     drafted = [jax.eval_shape(quantize_weight, w) for w in own]
     drafted.append(jax.eval_shape(quantize_rows, weights.get("head", weights["embedding"])))
@@ -97,6 +105,10 @@ def _sizes(config: LlamaConfig, weights: Mapping[str, Any], dtype: jnp.dtype, co
             name: getattr(config, name) for name in (*same, "architecture", "experts", "tie_word_embeddings", "max_length", "eos_token_ids")
         },
         rope_type=config.rope.rope_type,
+        sliding_window=config.sliding_window,
+        sliding_layers=len(config.windowed_layers),
+        quantization=outline.quantization,
+        linear_layers=outline.described_linears(),
         parameters=sum(numbers.values()),
         token_parameters=sum(numbers.values()) - unread,
         weight_bytes=_bytes(weights),

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import logging
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,14 @@ from pallas_kernels.formats.weights import Int4Weight, dequantize_weight
 from pallas_kernels.matmul.support import GROUP_SIZES, unsupported
 from qspec_jax.checkpoints import converted
 from qspec_jax.checkpoints.gguf_file import is_gguf
-from qspec_jax.checkpoints.gguf_source import GgufSource
+from qspec_jax.checkpoints.gguf_source import GgufSource, gguf_quantization
 from qspec_jax.checkpoints.hub import local
 from qspec_jax.checkpoints.huggingface import Source, load_config
 from qspec_jax.checkpoints.quantized.formats import quantized_format
 from qspec_jax.checkpoints.source import WeightSource
 from qspec_jax.checkpoints.tensor_names import weight_shapes
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
-from qspec_jax.errors import InputError
+from qspec_jax.errors import InputError, warn_once
 from qspec_jax.files import read_json
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama, Origin, Weight
@@ -112,9 +112,10 @@ def packed_paths(source: WeightSource, dtype: jnp.dtype, weights: str | None, me
 
 def log_packed(source: WeightSource, packed: Set[str], dtype: jnp.dtype) -> None:
     """Logs how many linear layers of a quantized checkpoint stay in INT4."""
-    if source.is_quantized:
+    if source.quantization:
         what = f"{len(packed)} of {sum(map(is_linear, source.places))} stay in INT4" if packed else f"they are dequantized to {dtype.name}"
-        log.info("%s: its linear layers are quantized; %s", source.directory, what)
+        hint = " (--dtype float32 keeps every bit)" if dtype == jnp.bfloat16 and not packed else ""
+        log.info("%s: its linear layers are quantized (%s); %s%s", source.directory, source.quantization, what, hint)
 
 
 def with_packed(config: LlamaConfig, packed: Set[str], group_size: int | None) -> LlamaConfig:
@@ -221,40 +222,82 @@ def config_and_dtype(directory: str | Path) -> tuple[LlamaConfig, str]:
 
     No weight is read but the scales of those that may stay in INT4. Raises InputError as `load_model`.
     """
-    return config_and_outline(directory)[:2]
+    outline = outline_of(directory)
+    return outline.config, outline.dtype
 
 
-def config_and_outline(directory: str | Path) -> tuple[LlamaConfig, str, dict[str, jax.ShapeDtypeStruct | Int4Weight]]:
-    """`config_and_dtype`, and the shapes of the weights that `load_model` makes by default, by their paths."""
+@dataclasses.dataclass(frozen=True)
+class Outline:
+    """What `load_model` makes of a checkpoint by default, without the numbers of the weights.
+
+    Attributes:
+        config: of the model; its dtype is the one that the checkpoint is stored in.
+        dtype: that the model is loaded as.
+        quantization: see `WeightSource`; None for a converted directory.
+        weights: the shapes of the weights, by their paths.
+    """
+
+    config: LlamaConfig
+    dtype: str
+    quantization: str | None
+    weights: Mapping[str, jax.ShapeDtypeStruct | Int4Weight]
+
+    def described_linears(self) -> str | None:
+        """How linear layers are stored and loaded, for a table; None if they are neither quantized nor in INT4."""
+        linears = [weight for path, weight in self.weights.items() if is_linear(path)]
+        packed = sum(isinstance(weight, Int4Weight) for weight in linears)
+        if not packed:
+            return self.quantization and f"{self.quantization}, dequantized to {self.dtype}"
+        return f"{self.quantization + ', ' if self.quantization else ''}{packed} of {len(linears)} stay in INT4"
+
+
+def outline_of(directory: str | Path) -> Outline:
+    """The outline of the model of a checkpoint; no weight is read but the scales of those that may stay in INT4.
+
+    Raises InputError as `load_model`.
+    """
     directory = local(directory)
     if converted.is_converted(directory):
         config, manifest = config_and_manifest(directory)
         weights = manifest.stored_shapes(jnp.dtype(manifest.dtype))
         config = with_packed(config, manifest.packed.keys(), _stored_group_size(manifest))
-        return dataclasses.replace(config, dtype=manifest.dtype), manifest.dtype, weights
+        return Outline(dataclasses.replace(config, dtype=manifest.dtype), manifest.dtype, None, weights)
     source = open_source(directory)
     dtype = jnp.dtype(stored_dtype(source.config))
     packed = packed_paths(source, dtype, None)
 
     plain = {path: jax.ShapeDtypeStruct(place.shape, dtype) for path, place in source.places.items()}
     config = with_packed(source.config, packed, _group_size(source, packed))
-    return config, dtype.name, plain | {path: _packed_outline(source, path) for path in packed}
+    weights = plain | {path: _packed_outline(source, path) for path in packed}
+    return Outline(config, dtype.name, source.quantization, weights)
 
 
 def planned_config(directory: str | Path) -> LlamaConfig:
     """The config of the model that is loaded from a checkpoint by default, by its settings alone: its weights need not be there.
 
-    Raises InputError as `load_config`.
+    A log line says of a quantized one whether it is planned in INT4. Raises InputError as `load_config`.
     """
     config, directory = load_config(directory), local(directory)
     if is_gguf(directory):
+        _log_planned(directory, gguf_quantization(directory), False)
         return config
     if converted.is_converted(directory):
         manifest = converted.read_manifest(directory)
         return with_packed(config, manifest.packed.keys(), _stored_group_size(manifest))
     form = quantized_format(directory, read_json(directory / "config.json"))
     size = form.kernel_group_size if form is not None and config.dtype in ("bfloat16", "float16") else None
+    _log_planned(directory, form and form.name, size is not None)
     return dataclasses.replace(config, int4_weights=size is not None, int4_group_size=_stated(size))
+
+
+def _log_planned(directory: Path, quantization: str | None, in_int4: bool) -> None:
+    if quantization:
+        how = "in INT4" if in_int4 else "as dequantized"
+        warn_once(
+            log,
+            f"{directory}: its linear layers are quantized ({quantization}); they are planned {how}, as they are loaded by default",
+            logging.INFO,
+        )
 
 
 def config_and_manifest(directory: Path) -> tuple[LlamaConfig, converted.Manifest]:
@@ -282,6 +325,6 @@ def load(directory: str | Path, *, dtype: str | None = None, weights: str | None
 def stored_dtype(config: LlamaConfig) -> str:
     """The dtype that a checkpoint is loaded as by default."""
     if config.dtype == "float16":
-        log.warning("the checkpoint is float16; loading it as bfloat16 (--dtype float32 keeps every bit)")
+        warn_once(log, "the checkpoint is float16; loading it as bfloat16 (--dtype float32 keeps every bit)")
         return "bfloat16"
     return config.dtype

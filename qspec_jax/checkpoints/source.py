@@ -29,14 +29,14 @@ class WeightSource(Protocol):
         directory: the directory or the file of the checkpoint, for messages and for the tokenizer.
         config: of the model; its dtype is the one that the weights are loaded in by default.
         places: for each weight of the model, by its path in `Llama`, the name of its tensor and its shape.
-        is_quantized: whether linear layers are stored as codes.
+        quantization: the name of the format that linear layers are stored in as codes; None: they are stored as numbers.
         not_finite: names of the examined tensors that have infinities or NaNs.
     """
 
     directory: Path
     config: LlamaConfig
     places: Mapping[str, Place]
-    is_quantized: bool = False
+    quantization: str | None = None
     not_finite: set[str]
 
     def read(self, path: str, memory: np.ndarray | None = None) -> np.ndarray:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from qspec_jax import demo
 from qspec_jax.bench.architectures import architecture
-from qspec_jax.checkpoints.loading import config_and_dtype
+from qspec_jax.checkpoints.loading import outline_of
 from qspec_jax.checkpoints.tokenizers import tokenizer_problem
 from qspec_jax.cli import process
 from qspec_jax.cli.options import Json, megabytes
@@ -22,6 +22,7 @@ from qspec_jax.files import to_json
 from qspec_jax.planning.choice import without_kernels
 from qspec_jax.reports import this_run
 
+CONTEXT = 4096
 IMPLEMENTATIONS = {
     "mosaic_gpu": "Pallas Mosaic GPU",
     "mosaic_plain": "Pallas Mosaic GPU for plain weights",
@@ -37,7 +38,10 @@ def doctor(
         typer.Option(metavar="DIR", help="Checkpoint directory, GGUF file, or ORG/NAME on the Hub: the embedded model, if not given."),
     ] = None,
     arch: Annotated[str | None, typer.Option(help="A known shape instead of a checkpoint, see `qspec plan`.")] = None,
-    context: Annotated[int, typer.Option(min=1, help="Tokens of the prompt that should fit.")] = 4096,
+    context: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Tokens of the prompt that should fit: {CONTEXT}, or those that the model's positions have room for."),
+    ] = None,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
@@ -52,7 +56,11 @@ def doctor(
     if arch is not None and model is not None:
         raise InputError("--arch and --model exclude each other; give one of them")
     model = demo.MODEL if model is None else model
-    config = architecture(arch) if arch else config_and_dtype(model)[0]
+    outline = None if arch else outline_of(model)
+    config = outline.config if outline else architecture(arch)
+    if context is None:
+        new = max_new_tokens or min(GenerationConfig.max_new_tokens, config.max_length // 2)
+        context = max(1, min(CONTEXT, config.max_length - new))
     room = config.max_length - context
     if room < (max_new_tokens or 1):
         asked = f"--context {context}" + (f" and --max-new-tokens {max_new_tokens}" if max_new_tokens else " and a new token")
@@ -71,6 +79,7 @@ def doctor(
         "devices": [{"kind": device.device_kind, "platform": device.platform} for device in jax.local_devices()],
         "memory_bytes": room,
         "model": arch or str(model),
+        "linear_layers": outline.described_linears() if outline else None,
         "context": context,
         "fits": None if fit is None else dataclasses.asdict(fit) | {"short": fit.short},
         "kernels": [dataclasses.asdict(choice) for choice in chosen],
@@ -94,6 +103,8 @@ def _print(report: dict[str, Any], fit: out_of_memory.Fit | None) -> None:
     machine.add_row("devices", ", ".join(devices))
     machine.add_row("versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items() if name != "platform"))
     machine.add_row("model", f"{report['model']}, a prompt of {report['context']:,} tokens")
+    if report["linear_layers"]:
+        machine.add_row("linear layers", report["linear_layers"])
     machine.add_row(
         "memory", "not known, as this device does not say how much it has" if fit is None else f"{fit}; at most {fit.longest:,} tokens fit"
     )

@@ -34,7 +34,7 @@ def _info_table(found: ModelInfo) -> Table:
     experts = found.experts
     mlp = "" if experts is not None and len(experts.layers) == found.num_layers else f", MLP {found.intermediate_size}"
     rows: dict[str, Any] = {
-        "architecture": f"{found.architecture}, stored in {found.dtype}",
+        "architecture": f"{found.architecture}, stored in {found.quantization + ' and ' if found.quantization else ''}{found.dtype}",
         "parameters": f"{found.parameters:,}",
         "layers": f"{found.num_layers} of {found.hidden_size}{mlp}",
         "heads": f"{found.num_heads} query, {found.num_kv_heads} KV, of {found.head_dim}",
@@ -45,8 +45,14 @@ def _info_table(found: ModelInfo) -> Table:
         f"KV cache, {found.context:,} tokens": f"{megabytes(found.cache_bytes)} int8, {megabytes(found.full_cache_bytes)} full",
     }
     if experts is not None:
-        rows["experts"] = f"{experts.count} of {experts.intermediate_size} in {len(experts.layers)} layers, {experts.chosen} for each token"
+        rows["experts"] = (
+            f"{experts.count} of width {experts.intermediate_size} in each of {len(experts.layers)} layers, {experts.chosen} for each token"
+        )
         rows["parameters"] += f", of which a token goes through {found.token_parameters:,}"
+    if found.sliding_window is not None:
+        rows["sliding window"] = f"{found.sliding_window:,} tokens in {found.sliding_layers} of {found.num_layers} layers"
+    if found.linear_layers:
+        rows["linear layers"] = found.linear_layers
     for label, value in rows.items():
         table.add_row(label, value)
     return table

@@ -17,6 +17,7 @@ from qspec_jax.planning.acceptance import parse_chances
 from qspec_jax.planning.devices import DEVICES, find_device
 
 CONTEXTS = (4096, 32768, 131072)
+NEW_TOKENS = 640
 
 
 def plan(
@@ -72,7 +73,10 @@ def plan(
         list[int] | None,
         typer.Option("--gamma", "--num-speculative-tokens", help="Most drafts of a round; may be given several times, to find the best."),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="New tokens of each row, which caches have room for.")] = 640,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(help="New tokens of each row, which caches have room for: 640, or half the model's positions if they are fewer."),
+    ] = None,
     output: Output = None,
     plot: Plot = None,
     as_json: Json = False,
@@ -85,12 +89,13 @@ def plan(
     for option, numbers, most in ("--batch", batches, 1 << 16), ("--gamma", gammas, MAX_ROUND_TOKENS - 1):
         if wrong := [number for number in numbers if not 1 <= number <= most]:
             raise InputError(f"{option} {wrong[0]} should be from 1 to {most:,}")
-    if not 1 <= max_new_tokens <= 1 << 24:
+    if max_new_tokens is not None and not 1 <= max_new_tokens <= 1 << 24:
         raise InputError(f"--max-new-tokens {max_new_tokens} should be from 1 to {1 << 24:,}")
     acceptances = parse_chances("--acceptance", acceptance or [], draft or list(DRAFTS))
     shares = parse_chances("--proposing", proposing or [], draft or list(DRAFTS))
     found = find_device(device)
     config = loading.planned_config(model) if arch is None else architecture(arch)
+    max_new_tokens = min(NEW_TOKENS, config.max_length // 2) if max_new_tokens is None else max_new_tokens
     longest = config.max_length - max_new_tokens
     if longest < 1:
         raise InputError(f"--max-new-tokens {max_new_tokens:,} should be less than the model's {config.max_length:,} positions")

@@ -126,6 +126,8 @@ class LlamaConfig:
     def max_length(self) -> int:
         """The longest sequence, in tokens: linear, dynamic and YaRN scaling extend the length that the checkpoint was trained for."""
         match self.rope.rope_type:
+            case "linear" if ARCHITECTURES[self.architecture].scaled_positions:
+                return self.max_position_embeddings
             case "linear" | "dynamic":
                 return int(self.max_position_embeddings * self.rope.factor)
             case "yarn":  # users who add rope_scaling may leave max_position_embeddings as it was

@@ -50,6 +50,7 @@ class Architecture:
         unit_offset: whether norms multiply by 1 + weight, before they round, and not by the weight.
         query_pre_attn_scalar: whether the square root of this key takes the place of that of head_dim in attention.
         scaled_embeddings: whether embeddings are multiplied by the square root of hidden_size.
+        scaled_positions: whether `max_position_embeddings` counts the positions that linear scaling of RoPE adds.
         nope: whether some layers have no RoPE (`no_rope_layers`).
         experts: whether layers have experts instead of one MLP, as `num_experts` and other keys say (`experts_config`).
         whole_heads: whether transformers refuses heads that do not divide hidden_size, even if head_dim is given.
@@ -76,6 +77,7 @@ class Architecture:
     unit_offset: bool = False
     query_pre_attn_scalar: bool = False
     scaled_embeddings: bool = False
+    scaled_positions: bool = False
     nope: bool = False
     experts: bool = False
     whole_heads: bool = False
@@ -222,6 +224,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         local_theta=("rope_local_base_freq", 10000.0),
         unit_offset=True,
         query_pre_attn_scalar=True,
+        scaled_positions=True,
         scaled_embeddings=True,
         defaults=dict(
             **dict(max_position_embeddings=131072, num_key_value_heads=4, head_dim=256, rms_norm_eps=1e-6, sliding_window=4096),
