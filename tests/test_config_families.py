@@ -91,6 +91,19 @@ def test_a_multimodal_model_is_read_as_its_text_model():
     assert (read.architecture, read.eos_token_ids) == ("MistralForCausalLM", (7,))
 
 
+def test_text_models_lack_what_transformers_assumes():
+    # As google/gemma-3-4b-it has it; transformers leaves the values of its classes out.
+    gemma = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": gemma}
+    found = LlamaConfig.from_hf(outer)
+    assert (found.vocab_size, found.num_heads, found.num_kv_heads, found.head_dim) == (262208, 8, 4, 256)
+    assert (found.hidden_size, found.num_layers, found.sliding_window, found.tie_word_embeddings) == (2560, 34, 1024, True)
+    sizes = ("vocab_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    found = LlamaConfig.from_hf(wrapped({k: v for k, v in hf_config(MISTRAL).items() if k not in sizes}, tensors={})[0])
+    assert (found.vocab_size, found.num_heads, found.num_kv_heads, found.intermediate_size) == (32000, 32, 8, 14336)
+    refused({k: v for k, v in hf_config(MISTRAL).items() if k != "vocab_size"}, "vocab_size is missing")
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [

@@ -168,6 +168,8 @@ def test_shards(tmp_path):
     (first.parent / "mmproj-model.gguf").write_bytes(b"a vision model")
     for path in (first, files[-1], first.parent):
         assert bits(load_model(path)) == wanted
+    merged, _ = quantized(tmp_path, "merged.gguf", metadata={"split.no": 0, "split.count": 0, "split.tensors.count": 21})
+    assert bits(load_model(merged)) == wanted
     before = of_checkpoint(first)
     os.utime(files[1], (1, 1))
     assert of_checkpoint(first) != before

@@ -39,6 +39,11 @@ def opened(directory: Path) -> None:
         ("ct-w4-group", {"format": "mxfp4-pack-quantized"}, "format 'mxfp4-pack-quantized'"),
         ("ct-w4-group", {"format": "int-quantized"}, "format 'int-quantized'"),
         ("ct-w4-group", {"format": None}, "format None of the compressed-tensors"),
+        (
+            "ct-w4-group",
+            {"format": "marlin-24", "config_groups": {"group_0": {"format": "pack-quantized", "targets": ["Linear"], "weights": {}}}},
+            "format 'marlin-24' of the compressed-tensors",
+        ),
         ("ct-w4-group", {"transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
         ("ct-w4-group", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         ("ct-w4-group", {"config_groups": {}}, "config_groups"),

@@ -135,8 +135,9 @@ def read_gguf(path: Path) -> GgufFile:
     files = shards(path)
     for number, each in enumerate(files):
         metadata, tensors = _Header(each).read()
-        if metadata.get("split.count", 1) != len(files) or metadata.get("split.no", 0) != number:
-            said = f"shard {metadata.get('split.no', 0) + 1} of {metadata.get('split.count', 1)}"
+        count = metadata.get("split.count", 1) or 1  # llama.cpp writes 0 into a file that it has merged from shards
+        if count != len(files) or metadata.get("split.no", 0) != number:
+            said = f"shard {metadata.get('split.no', 0) + 1} of {count}"
             raise InputError(f"{each}: is {said} by its metadata, and {number + 1} of {len(files)} by its name; give it its own name")
         if whole is None:
             whole = GgufFile(each, metadata, dict(tensors))

@@ -194,7 +194,8 @@ class _Reader(Values):
             raise self.error(f"architecture {self.name}{whose} is not supported; supported are {supported}")
         self.architecture = ARCHITECTURES[self.name]
         # A null hides the architecture's default, and then counts as an absent key.
-        self.raw = {k: v for k, v in {**self.architecture.defaults, **raw}.items() if v is not None}
+        assumed = {**self.architecture.defaults, **(self.architecture.sizes if self.wrapper else {})}
+        self.raw = {k: v for k, v in {**assumed, **raw}.items() if v is not None}
 
     def wrapper_of(self, raw: Mapping[str, Any]) -> str | None:
         """The multimodal model that a config.json is of; None for a text model. Raises InputError for one that is not supported."""

@@ -56,6 +56,8 @@ class Architecture:
         whole_heads: whether transformers refuses heads that do not divide hidden_size, even if head_dim is given.
         only_longrope: whether longrope, under any of its names, is the only rope type besides the default.
         defaults: the values of keys that config.json lacks.
+        sizes: the values of keys that the config of a text model within a multimodal one (`text_config`) lacks, besides `defaults`:
+            transformers writes no value there that is its class's own.
     """
 
     model_type: str
@@ -83,6 +85,7 @@ class Architecture:
     whole_heads: bool = False
     only_longrope: bool = False
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +120,7 @@ _CWM_ROPE = dict(
     **dict(rope_type="llama3", rope_theta=1e6, factor=16.0, original_max_position_embeddings=8192),
     **dict(low_freq_factor=1.0, high_freq_factor=4.0),
 )
+_MISTRAL_SIZES = dict(vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32)
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(
         "llama",
@@ -129,6 +133,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "mistral",
         windowed=ALL,
         defaults=dict(max_position_embeddings=131072, num_key_value_heads=8, sliding_window=4096, eos_token_id=2),
+        sizes=_MISTRAL_SIZES,
     ),
     "Ministral3ForCausalLM": Architecture(
         "ministral3",
@@ -138,6 +143,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             **dict(max_position_embeddings=262144, num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, eos_token_id=2),
             rope_parameters=_MINISTRAL_ROPE,
         ),
+        sizes=_MISTRAL_SIZES | dict(vocab_size=131072, num_hidden_layers=34),
     ),
     "Qwen2ForCausalLM": Architecture("qwen2", qkv_bias=True, windowed=FROM, defaults=_QWEN_DEFAULTS),
     "Qwen3ForCausalLM": Architecture("qwen3", **_ATTENTION_BIAS, qk_norm=HEAD, windowed=FROM, defaults=_QWEN_DEFAULTS | dict(head_dim=128)),
@@ -230,6 +236,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             **dict(max_position_embeddings=131072, num_key_value_heads=4, head_dim=256, rms_norm_eps=1e-6, sliding_window=4096),
             **dict(rope_theta=1e6, query_pre_attn_scalar=256, tie_word_embeddings=True, eos_token_id=1),
         ),
+        sizes=dict(vocab_size=262208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, num_attention_heads=8),
     ),
     "Exaone4ForCausalLM": Architecture(
         "exaone4",

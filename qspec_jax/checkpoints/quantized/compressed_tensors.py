@@ -18,6 +18,7 @@ from qspec_jax.checkpoints.quantized.words import unpack, words_for
 from qspec_jax.errors import InputError
 
 PACKED, FLOAT = "pack-quantized", "float-quantized"
+MIXED = "mixed-precision"  # of a checkpoint whose groups of modules have several formats
 METHOD = "compressed-tensors"
 PATTERN = "re:"  # before targets that are regular expressions
 
@@ -137,6 +138,7 @@ def compressed_tensors(settings: Settings) -> CompressedTensors:
         inner = settings.within(name)
         if inner and (inner.raw.get("config_groups") or inner.raw.get("format", "dense") != "dense"):
             raise settings.refused(f"{hint} ({name}) of the {METHOD} quantization are not supported")
+    settings.choice("format", (None, PACKED, FLOAT, MIXED))
     groups = settings.within("config_groups")
     if groups is None or not groups.raw:
         raise settings.refused(f"config_groups of the {METHOD} quantization is missing")
