@@ -68,7 +68,7 @@ Q = "model.layers.0.self_attn.q_proj."
         ("fp8-block", "weight", "weight_scale_inv is the scale of"),
         ("ct-fp8-channel", "weight_scale", "weight_scale is missing"),
         ("ct-w4-group", "weight_scale", "weight_scale is missing"),
-        ("ct-w4-group", "weight_packed", "weight is missing"),
+        ("ct-w4-group", "weight_packed", "weight_packed is missing"),
         ("ct-w4-asym", "weight_zero_point", "weight_zero_point is missing"),
         ("ct-w4-order", "weight_g_idx", "weight_g_idx is missing"),
         ("awq", "scales", "scales is missing"),

@@ -93,16 +93,14 @@ class CompressedTensors:
 
     def tensor(self, module: str, shape: tuple[int, int], parts: Parts) -> PackedTensor | Fp8Tensor | None:
         """See `Format`."""
-        codes = "weight_packed" if "weight_packed" in parts else "weight"
         if parts.keys() <= {"weight"} and (not parts or parts["weight"].dtype != E4M3):
             return None
-        if codes not in parts:
-            needed(module, codes, parts, next(iter(parts)))
         scheme = self._scheme(module)
+        codes = "weight" if scheme.format == FLOAT else "weight_packed"
+        needed(module, codes, parts, next(iter(parts)))
         needed(module, "weight_scale", parts, codes)
         outputs, inputs = (whole if size == -1 else size for size, whole in zip(scheme.block, shape))
         if scheme.format == FLOAT:
-            needed(module, "weight", parts, codes)
             return fp8_tensor(module, shape, {name: parts[name] for name in ("weight", "weight_scale")}, "weight_scale", (outputs, inputs))
         return self._packed(module, shape, parts, scheme, inputs)
 
