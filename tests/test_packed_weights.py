@@ -25,7 +25,7 @@ from qspec_jax.checkpoints.info import model_info
 from qspec_jax.checkpoints.loading import config_and_dtype, load_model, planned_config
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.drafts.step_bytes import weight_bytes
-from qspec_jax.errors import InputError
+from qspec_jax.errors import InputError, warn_once
 from qspec_jax.planning.operations import model_bytes, step_weight_bytes
 from qspec_jax.planning.steps import own_step
 
@@ -157,14 +157,17 @@ def test_packed_weights_are_divided_over_devices(request, tmp_path):
     assert bits(load_model(tmp_path / "out", weights="dequantized", mesh=mesh)) == bits(plain)
 
 
-def test_the_draft_reads_the_targets_own_codes(tmp_path):
+def test_the_draft_reads_the_targets_own_codes(tmp_path, caplog):
     write_quantized(tmp_path / "hf", "gptq-v1")
     model = load_model(tmp_path / "hf", dtype="float32", weights="packed")
     own = packed_weights(model)
     for text in ("quantspec", "sparse", "streaming-llm"):
         draft = make_draft(text, model)
         assert all(weight.codes is own[path].codes for path, weight in packed_weights(draft.step.model).items())
+    warn_once.cache_clear()
+    caplog.set_level("INFO", "qspec_jax")
     assert make_draft("quantspec", model, calibration=[[1, 2, 3]]).step.model is model
+    assert "nothing is calibrated: the draft reads the target's own INT4 weights" in caplog.text
     path = "layers.0.q_proj.weight"
     some = model.with_weights(model.weights() | {path: dequantize_weight(own[path], jnp.float32)})
     assert packed_weights(make_draft("quantspec", some).step.model).keys() == own.keys()

@@ -10,7 +10,7 @@ from pallas_kernels.formats.weights import Int4Weight
 from qspec_jax.checkpoints import converted
 from qspec_jax.checkpoints.huggingface import load_config
 from qspec_jax.checkpoints.tensor_names import weight_shapes
-from qspec_jax.errors import InputError
+from qspec_jax.errors import InputError, warn_once
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.placement import Placement
 from qspec_jax.models.sharding import mesh_of
@@ -30,8 +30,9 @@ def int4_model(
 
     Args:
         model: the model.
-        calibration: token ids of texts for which the weights should err least, see calibration.py. None: the weights that are stored in the
-            converted directory that the model was loaded from, or its own, rounded to nearest.
+        calibration: token ids of texts for which the weights should err least, see calibration.py; without effect, as a
+            log line says, if all layers are in INT4 already. None: the weights that are stored in the converted directory that the model
+            was loaded from, or its own, rounded to nearest.
         progress: a bar on standard error; None shows it on a terminal.
 
     Raises:
@@ -39,6 +40,8 @@ def int4_model(
     """
     packed = [isinstance(weight, Int4Weight) for path, weight in model.weights().items() if is_linear(path)]
     if all(packed):
+        if calibration is not None:
+            warn_once(log, "nothing is calibrated: the draft reads the target's own INT4 weights", logging.INFO)
         return model
     if model.checkpoint_config.experts is not None:
         log.info("INT4 weights of the draft: of experts it reads the target's own weights, all other linear layers are in INT4")
