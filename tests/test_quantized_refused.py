@@ -75,6 +75,7 @@ Q = "model.layers.0.self_attn.q_proj."
         ("awq", "qzeros", "qzeros is missing"),
         ("gptq-v1", "qweight", "qweight is missing"),
         ("gptq-v1", "scales", "scales is missing"),
+        ("gptq-v1-order", "g_idx", "g_idx is missing"),
         ("nf4", "weight.absmax", "weight.absmax is missing"),
         ("nf4", "weight.quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__nf4 is missing"),
         ("nf4-double", "weight.nested_absmax", "weight.nested_absmax is missing"),

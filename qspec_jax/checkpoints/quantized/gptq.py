@@ -76,8 +76,8 @@ class GptqFormat:
             size = inputs if self.group_size == -1 else self.group_size
         else:
             size = -(-inputs // stored[0]) if stored and stored[0] else inputs
-        order = "g_idx" if "g_idx" in parts else None
-        found |= {"g_idx": parts["g_idx"]} if order else {}
+        order = "g_idx" if "g_idx" in parts or (self.act_order and size < inputs) else None
+        found |= {order: needed(module, order, parts, beside)} if order else {}
         tensor = GptqTensor(module, shape, found, bits, size, order, self.minus_one)
         check_tensor(module, "qweight", parts, ("I32",), (words_for(inputs, bits), outputs))
         check_tensor(module, "qzeros", parts, ("I32",), (tensor.groups, words_for(outputs, bits)))
