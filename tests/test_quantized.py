@@ -126,10 +126,15 @@ def test_modules_without_scales_zero_biases_and_scales_of_activations(tmp_path):
     tensors["model.layers.0.mlp.up_proj.bias"] = np.ones(96, np.float16)
     write_model(tmp_path / "b", config, tensors)
     refused(tmp_path / "b", "unexpected model.layers.0.mlp.up_proj.bias")
-    config, tensors, plain = make_quantized("fp8-tensor")
-    tensors["model.layers.0.mlp.up_proj.activation_scale"] = np.ones((), np.float32)
-    write_model(tmp_path / "c", config, tensors)
-    assert same(loaded(load_model(tmp_path / "c", dtype="float32")), plain)
+    of_activations = {
+        "fp8-tensor": ("mlp.up_proj.activation_scale", "self_attn.kv_scale"),
+        "ct-fp8-channel": ("mlp.up_proj.input_scale", "self_attn.k_proj.output_scale", "self_attn.k_proj.output_zero_point"),
+    }
+    for name, beside in of_activations.items():
+        config, tensors, plain = make_quantized(name)
+        tensors |= {f"model.layers.0.{each}": np.ones((), np.float32) for each in beside}
+        write_model(tmp_path / name, config, tensors)
+        assert same(loaded(load_model(tmp_path / name, dtype="float32")), plain)
 
 
 def test_names_of_a_model_that_was_saved_without_its_head(tmp_path):

@@ -81,7 +81,7 @@ class CompressedTensors:
     source: str
     name = METHOD
     suffixes = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
-    unused = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "k_scale", "v_scale", "q_scale")
+    unused = ("input_global_scale", *(f"{of}_{kind}" for of in ("input", "output", "q", "k", "v") for kind in ("scale", "zero_point")))
 
     @property
     def kernel_group_size(self) -> int | None:

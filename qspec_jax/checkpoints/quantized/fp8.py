@@ -64,7 +64,7 @@ class Fp8Format:
     name = "FP8"
     suffixes = ("weight", "weight_scale_inv", "weight_scale")
     kernel_group_size = None
-    unused = ("activation_scale", "input_scale", "k_scale", "v_scale")
+    unused = ("activation_scale", "input_scale", "k_scale", "v_scale", "kv_scale")
 
     def tensor(self, module: str, shape: tuple[int, int], parts: Parts) -> Fp8Tensor | None:
         """See `Format`."""
