@@ -55,6 +55,7 @@ class ConversionReport:
         dtype: of its weights.
         draft_bits: 4, or 16 without a draft.
         tensors: number of weights.
+        packed: how many of them are in INT4.
         bytes_read: of the weights in the source, in float32 if they are dequantized.
         bytes_written: of all files in the directory.
     """
@@ -64,6 +65,7 @@ class ConversionReport:
     dtype: str
     draft_bits: int
     tensors: int
+    packed: int
     bytes_read: int
     bytes_written: int
 
@@ -114,7 +116,7 @@ def convert(
     if has_tokenizer(folder) and (unread := tokenizer_problem(folder)):
         log.warning("%s; without it a conversion takes no text", unread)
     check = functools.partial(_check_places, folder, directory, overwrite)
-    with written(directory, _bytes_needed(opened, jnp.dtype(wanted), draft_bits), check) as unfinished:
+    with written(directory, _bytes_needed(opened, jnp.dtype(wanted), draft_bits, packed), check) as unfinished:
         sha256, kept, arrays = _write(opened, unfinished, jnp.dtype(wanted), draft_bits, packed, progress)
         write_small_files(unfinished, opened.small_file)
         shapes = {path: place.shape for path, place in opened.places.items()}
@@ -123,7 +125,7 @@ def convert(
         write_json(unfinished / MANIFEST, dataclasses.asdict(manifest))
     size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
     read = sum(opened.read_bytes(path) for path in opened.places)
-    return ConversionReport(origin, str(directory), wanted, draft_bits, len(opened.places), read, size)
+    return ConversionReport(origin, str(directory), wanted, draft_bits, len(opened.places), len(packed), read, size)
 
 
 def _check_places(source: Path, directory: Path, overwrite: bool) -> None:
@@ -148,11 +150,12 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _bytes_needed(source: WeightSource, dtype: jnp.dtype, draft_bits: int) -> int:
-    """About how many bytes the weights take in the destination."""
+def _bytes_needed(source: WeightSource, dtype: jnp.dtype, draft_bits: int, packed: Set[str]) -> int:
+    """About how many bytes the weights take in the destination. packed: the paths of those in INT4, in groups of 32 or more."""
     sizes = {path: place.size for path, place in source.places.items()}
+    in_int4 = sum(sizes[path] for path in packed)
     drafted = sum(size for path, size in sizes.items() if is_linear(path)) if draft_bits == 4 else 0
-    return sum(sizes.values()) * dtype.itemsize + drafted * 9 // 16
+    return (sum(sizes.values()) - in_int4) * dtype.itemsize + in_int4 * 5 // 8 + drafted * 9 // 16
 
 
 def _write(

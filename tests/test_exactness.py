@@ -23,6 +23,7 @@ from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.limits import make_limits
+from qspec_jax.decoding.requests import check_positions
 from qspec_jax.decoding.round import current_round, decode, propose
 from qspec_jax.decoding.sampling import Greedy, prompt_keys
 from qspec_jax.decoding.state import LENGTH
@@ -456,6 +457,16 @@ def test_chunked_prefill_is_a_forward_pass(model, monkeypatch):
                 assert np.abs(flat - exact[row, :, :whole]).max(initial=0) < 0.02 * np.abs(exact).max()
 
 
+def test_what_to_ask_for_instead():
+    for tokens, new, advice in (
+        (500, 20, "at most 12 new tokens"),
+        (600, 20, "at most 492 tokens"),
+        (600, 512, "less than 512 new tokens"),
+    ):
+        with pytest.raises(InputError, match=f"512 positions; .*{advice}"):
+            check_positions("model", 512, "a prompt", tokens, new)
+
+
 @pytest.mark.parametrize(
     ("prompts", "words"),
     [
@@ -466,7 +477,7 @@ def test_chunked_prefill_is_a_forward_pass(model, monkeypatch):
         (["text"], "tokenizer"),
         ("text", "prompt 0 is a text, so a tokenizer is needed"),
         (5, "list"),
-        ([[1] * 5000], "4096 positions; shorten it"),
+        ([[1] * 5000], "4096 positions; shorten it to at most 4"),
         ([[1] * 4090], "ask for at most 6 new tokens"),
     ],
 )

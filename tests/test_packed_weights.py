@@ -182,13 +182,17 @@ def test_the_draft_reads_the_targets_own_codes(tmp_path, caplog):
 def test_packed_weights_are_converted_and_verified(tmp_path):
     write_quantized(tmp_path / "hf", "awq")
     source, out = tmp_path / "hf", tmp_path / "out"
-    convert(source, out, weights="packed", progress=False)
+    report = convert(source, out, weights="packed", progress=False)
+    assert report.packed == sum(isinstance(weight, Int4Weight) for weight in load_model(out).weights().values()) > 0
     assert not verify(source, out, logits=True, progress=False).wrong
     assert bits(load_model(out)) == bits(load_model(source, weights="packed"))
     assert bits(load_model(out, weights="dequantized")) == bits(load_model(source, weights="dequantized"))
-    convert(source, tmp_path / "plain", weights="dequantized", progress=False)
+    assert not convert(source, tmp_path / "plain", weights="dequantized", progress=False).packed
     whole, packed = model_info(tmp_path / "plain"), model_info(out)
-    assert packed == model_info(source) and packed.parameters == whole.parameters and packed.draft_weight_bytes < whole.draft_weight_bytes
+    of_source = model_info(source)
+    assert packed == dataclasses.replace(of_source, quantization=None, linear_layers=packed.linear_layers)
+    assert of_source.linear_layers == f"AWQ, {packed.linear_layers}"
+    assert packed.parameters == whole.parameters and packed.draft_weight_bytes < whole.draft_weight_bytes
     assert packed.weight_bytes == sum(x.nbytes for x in jax.tree.leaves(load_model(out).weights())) < whole.weight_bytes
     with pytest.raises(InputError, match="in INT4, which export does not write"):
         export(out, tmp_path / "exported", progress=False)

@@ -41,7 +41,9 @@ def convert_command(
         print(to_json(dataclasses.asdict(report)))
     else:
         draft = f" and a draft of {report.draft_bits} bits" if report.draft_bits == 4 else ""
-        print(f"{report.directory}: {report.tensors} tensors in {report.dtype}{draft}, {report.bytes_written / 1e9:.2f} GB")
+        packed = f"{report.packed} in INT4 and " if report.packed else ""
+        others = report.tensors - report.packed
+        print(f"{report.directory}: {packed}{others} tensors in {report.dtype}{draft}, {report.bytes_written / 1e9:.3g} GB")
 
 
 @conversions.command("verify")

@@ -191,6 +191,10 @@ def check_positions(owner: str, positions: int, name: str, tokens: int, new: int
     """Raises the error if a prompt and its new tokens exceed a number of positions, those of the owner. name: what the message calls the
     prompt."""
     if tokens + new > positions:
-        room = positions - tokens
-        advice = f"ask for at most {room} new tokens" if room > 0 else f"shorten it to at most {max(1, positions - new)} tokens"
+        if positions > tokens:
+            advice = f"ask for at most {positions - tokens} new tokens"
+        elif positions > new:
+            advice = f"shorten it to at most {positions - new} tokens"
+        else:
+            advice = f"shorten it, and ask for less than {positions} new tokens"
         raise error(f"{name} of {tokens} tokens and {new} new ones exceed the {owner}'s {positions} positions; {advice}")
