@@ -171,7 +171,7 @@ def test_a_small_model_whose_window_was_trimmed_away_reads_again(tmp_path):
         np.testing.assert_allclose(held, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("draft", ["snapkv", "streaming-llm", "retrieval", "chunk-means", "h2o", "triforce:model={small}"])
+@pytest.mark.parametrize("draft", ["snapkv", "streaming-llm", "retrieval", "chunk-means", "exact-topk", "triforce:model={small}"])
 def test_what_chooses_needs_a_layer_without_a_window(small, draft):
     model = random_model("float64", architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=WINDOW)
     with pytest.raises(

@@ -392,7 +392,7 @@ class DraftSettings(Protocol):
     """The settings of a draft: a frozen dataclass of numbers and texts, each with a default.
 
     Settings that name checkpoints have the attribute `checkpoints`, see `checkpoints_of`. Those of a draft that needs more of the target's
-    cache than passes over all of it have the attribute `needs`, see `needs_of`.
+    cache than passes over all of it have the attribute `needs`, see `needs_of`; and `needs_full_layers`, see there, where it differs.
     """
 
     def make(self, model: Llama, int4: Callable[[], Llama]) -> Draft:
@@ -409,3 +409,8 @@ def checkpoints_of(settings: DraftSettings | None) -> tuple[str, ...]:
 def needs_of(settings: DraftSettings | None) -> frozenset[Gives]:
     """What a draft needs that not every target's cache gives."""
     return getattr(settings, "needs", frozenset())
+
+
+def needs_full_layers(settings: DraftSettings | None) -> bool:
+    """Whether a draft needs layers without a sliding window: if it needs something of their cache, unless its settings say otherwise."""
+    return getattr(settings, "needs_full_layers", bool(needs_of(settings)))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import ClassVar, Self
 
 from qspec_jax.caches.cache import Cache, Gives
-from qspec_jax.drafts.draft import Draft, DraftSettings, RoundResult, State, checkpoints_of, needs_of
+from qspec_jax.drafts.draft import Draft, DraftSettings, RoundResult, State, checkpoints_of, needs_full_layers, needs_of
 from qspec_jax.models.skipping import Skipped
 
 
@@ -86,3 +86,7 @@ class SettingsOfTwo:
     def needs(self) -> frozenset[Gives]:
         """What the two need of the target's cache."""
         return frozenset().union(*map(needs_of, self.parts))
+
+    @property
+    def needs_full_layers(self) -> bool:
+        return any(map(needs_full_layers, self.parts))

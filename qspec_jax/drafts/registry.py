@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from qspec_jax.checkpoints.tokenizers import check_same_tokens
 from qspec_jax.drafts.chunk_means import ChunkMeansSettings
 from qspec_jax.drafts.combine import CombinedSettings
-from qspec_jax.drafts.draft import Draft, DraftSettings, checkpoints_of, needs_of
+from qspec_jax.drafts.draft import Draft, DraftSettings, checkpoints_of, needs_full_layers
 from qspec_jax.drafts.exact_topk import ExactTopKSettings
 from qspec_jax.drafts.h2o import H2ODraftSettings
 from qspec_jax.drafts.int4 import int4_model
@@ -127,8 +127,8 @@ def with_budget(text: str, budget: float) -> str:
 
 
 def check_windows(settings: DraftSettings, config: LlamaConfig) -> None:
-    """Raises InputError for a draft that chooses what it reads, of a model in which every layer has a sliding window."""
-    if not config.full_layers and needs_of(settings):
+    """Raises InputError for a draft that needs layers without a sliding window, of a model in which every layer has one."""
+    if not config.full_layers and needs_full_layers(settings):
         name = next((name for name, kind in DRAFTS.items() if type(settings) is kind), settings)
         raise InputError(f"draft {name} chooses what it reads in layers without a sliding window, and the model has no such layer")
 

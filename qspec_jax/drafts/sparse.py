@@ -38,6 +38,7 @@ class SparseSettings(SelfSpeculativeSettings):
     are among the layer's groups with the most mass, at most `MAX_OF_A_HEAD` times its equal share."""
 
     needs: ClassVar[frozenset[Gives]] = frozenset({Gives.GROUPS})
+    needs_full_layers: ClassVar[bool] = False  # where every layer has a sliding window, a step reads the windows, as a dense draft's does
 
     budget: float = setting(
         0.06, "How much of the quantized tokens a step reads: a share of at most 1 (0.06 is 6 %), or a number of tokens (6 is 6 tokens)."
@@ -93,6 +94,8 @@ class SparseDraft(SelfSpeculativeDraft):
     prompt_queries = 8
 
     def begin(self, prompt: Prompt) -> State:
+        if not prompt.cache.full_layers:
+            return ()
         check_has_groups(prompt.cache, self.name)
         (B, K), C = prompt.cache.pooled_part.layers[0].buffer.keys.shape[:2], prompt.cache.groups
         # Where nothing attended to a group, the newer, the better.
@@ -112,7 +115,7 @@ class SparseDraft(SelfSpeculativeDraft):
         return dataclasses.replace(self, settings=type(self.settings)(), skipped=NO_LAYERS)
 
     def step_in_round(self, state: State, cache: Cache) -> ViewedModel:
-        dense = state[: self.settings.dense_layers] if state[0].shape[2] else state
+        dense = state[: self.settings.dense_layers] if state and state[0].shape[2] else state
         views = (UPPER_PLANE,) * len(dense)
         if chosen_in := state[len(dense) :]:
             # The lengths are those after the last round's flush. All layers at once: a sort for each would take as long as a draft's layer.
@@ -128,10 +131,11 @@ class SparseDraft(SelfSpeculativeDraft):
     def reads(self, layer: int, cache: Cache, tokens: int) -> Reads:
         if layer in self.skipped.attention:
             return NOTHING
-        check_has_groups(cache, self.name)
-        dense, G = cache.reads(UPPER_PLANE, tokens), cache.group_size
+        dense = cache.reads(UPPER_PLANE, tokens)
         if is_dense(cache, layer, self.settings.dense_layers):
             return dense
+        check_has_groups(cache, self.name)
+        G = cache.group_size
         asked = max(self.settings.min_groups * G, tokens_asked(self.settings.budget, dense.quantized, G))
         return dataclasses.replace(dense, quantized=min(dense.quantized, asked), listed=True)
 
