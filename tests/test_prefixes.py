@@ -253,7 +253,7 @@ def test_a_run_and_its_files(run, fails, tmp_path, monkeypatch):
     monkeypatch.chdir("/")
     code, said, _ = run(*command, "--on-error", "skip")
     first, second, third = map(json.loads, out.read_text().splitlines())
-    assert code == 0 and json.loads(said)["prompts"] == 4 and "no.txt" in second["error"]
+    assert code == 0 and (json.loads(said)["prompts"], json.loads(said)["samples"]) == (2, 4) and "no.txt" in second["error"]
     assert len(first["samples"]) == len(third["samples"]) == 2 and third["samples"][0] == third["samples"][1]
     whole = out.read_text()
     # A run that was killed after its first line goes on; with another text in the file it is another run.

@@ -8,6 +8,7 @@ over some of the inputs, then over the next.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -17,14 +18,19 @@ from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
 from pallas_kernels.formats.weights import Int4Weight
 from pallas_kernels.gpu.launch import launch, lowered_once
 from pallas_kernels.matmul import support
-from pallas_kernels.matmul.mosaic_plan import EPILOGUE_WARPS, MATH_WARPS, PRODUCER_WARPS, Plan, Stage
+from pallas_kernels.matmul.mosaic_plan import EPILOGUE_WARPS, MATH_WARPS, MIN_SLOTS, PRODUCER_WARPS, Plan, Stage
 from pallas_kernels.matmul.support import GROUP_SIZE
 
 WARPGROUPS = (MATH_WARPS + PRODUCER_WARPS + EPILOGUE_WARPS) // 4
 
 
 def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:
-    return no_mosaic_gpu() or support.unsupported_by_mosaic(x, weights)
+    if reason := no_mosaic_gpu() or support.unsupported_by_mosaic(x, weights):
+        return reason
+    rows, parameters = math.prod(x.shape[:-1]), support.parameters_of(weights[0])
+    if plan_for(rows, x.shape[-1] // GROUP_SIZE, tuple(weight.shape[0] for weight in weights), parameters).slots < MIN_SLOTS:
+        return f"has no room for {rows} rows beside weights in groups of {parameters.group_size}"
+    return None
 
 
 def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight]) -> Float[Array, "*rows out"]:

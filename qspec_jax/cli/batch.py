@@ -197,7 +197,7 @@ def batch(
     report = {"lines": len(lines), "wrong": len(lines) - len(good), "done_before": len(good) - len(todo)}
     with _ending_run(journal):
         if ray is None:
-            stats = BatchStats()
+            stats, done = BatchStats(), ""
             if todo:
                 rows = [row for row, i in enumerate(line_of_rows(good)) if good[i].number not in journal.done]
                 stats = decode_lines(prepared.select(rows), [good[i] for i in todo], journal, rows_at_once, refill, places, quiet=quiet)
@@ -205,8 +205,8 @@ def batch(
             skipped = f", {report['wrong']} lines wrong" if report["wrong"] else ""
             busy = "" if stats.rates["busy_slots"] is None else f"; {stats.rates['busy_slots']:.1%} of places busy"
             samples = f", {stats.prompts} samples" if stats.prompts > len(todo) else ""
-            figures = f"{stats.new_tokens:,} tokens, {in_words(stats)}{busy}"
-            done = f"{len(todo)} prompts{samples}{skipped}, {figures}" if todo else ""
+            if stats.prompts:
+                done = f"{len(todo)} prompts{samples}{skipped}, {stats.new_tokens:,} tokens, {in_words(stats)}{busy}"
         else:
             settings = dict(batch_size=rows_at_once, actors=ray_actors, dtype=dtype and str(dtype), seed=seed, columns=columns)
             directory = checkpoints.directory.resolve()
