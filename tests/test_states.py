@@ -33,7 +33,7 @@ from qspec_jax.models.viewed import ViewedModel
 G = 8
 CACHES = ("int8", "full", "kivi:residual=8", "h2o:heavy=8,recent=8", "streaming-llm:sinks=2,window=24")
 DRAFTS = ("quantspec", "sparse", "retrieval:rebuild=16", "prompt-lookup")
-MORE_DRAFTS = ("snapkv", "streaming-llm", "h2o", "chunk-means:chunk=4")
+MORE_DRAFTS = ("snapkv", "streaming-llm", "h2o", "chunk-means:chunk=4,dense_layers=0")
 TEXT = random_prompts([170])[0]
 
 pytestmark = pytest.mark.usefixtures("float64")
