@@ -23,7 +23,6 @@ from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.limits import make_limits
-from qspec_jax.decoding.requests import check_positions
 from qspec_jax.decoding.round import current_round, decode, propose
 from qspec_jax.decoding.sampling import Greedy, prompt_keys
 from qspec_jax.decoding.state import LENGTH
@@ -455,16 +454,6 @@ def test_chunked_prefill_is_a_forward_pass(model, monkeypatch):
             for quantized, exact in ((keys, full.keys), (values, full.values)):
                 flat = quantized[row].reshape(2, -1, 16)[:, :whole]
                 assert np.abs(flat - exact[row, :, :whole]).max(initial=0) < 0.02 * np.abs(exact).max()
-
-
-def test_what_to_ask_for_instead():
-    for tokens, new, advice in (
-        (500, 20, "at most 12 new tokens"),
-        (600, 20, "at most 492 tokens"),
-        (600, 512, "less than 512 new tokens"),
-    ):
-        with pytest.raises(InputError, match=f"512 positions; .*{advice}"):
-            check_positions("model", 512, "a prompt", tokens, new)
 
 
 @pytest.mark.parametrize(

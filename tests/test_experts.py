@@ -306,7 +306,7 @@ def bfloat16(name: str) -> LlamaConfig:
 
 @pytest.mark.parametrize("name", [EXPERTS, MIXED])
 def test_bytes_of_weights(name):
-    """Of the model as of its outline: all that is held, and of experts those that a pass reads."""
+    """A model and its outline count the same: all bytes that are held, and the experts that a pass reads."""
     config, layers = bfloat16(name), {EXPERTS: 2, MIXED: 1}[name]
     model = random_model(config)
     assert model_bytes(config) == bytes_of(model.weights())

@@ -134,7 +134,7 @@ def test_states(model, cache, tmp_path):
 
 
 def test_what_a_pass_reads(model):
-    """Of a ring never more than the window, of other layers everything."""
+    """A pass reads at most the window of a ring, and all tokens of the other layers."""
     shapes = CacheConfig("full").outline(model.config, 128)
     short, long = (shapes.bytes_of_pass(BOTH_PLANES, tokens)[0] for tokens in (WINDOW, 100))
     full, windowed = len(shapes.full_layers), len(model.config.windowed_layers)

@@ -155,7 +155,7 @@ def test_how_far_a_state_can_be_trimmed(model):
 
 
 def test_a_small_model_whose_window_was_trimmed_away_reads_again(tmp_path):
-    """Of a target without windows a state can go back further than the small model's rings."""
+    """The state of a target without windows can be trimmed to fewer tokens than the small model's rings still hold."""
     shape = hf_config("MistralForCausalLM", max_position_embeddings=512)
     small = write_checkpoint(tmp_path / "small", shape | {"sliding_window": WINDOW})
     target = load_model(write_checkpoint(tmp_path / "target", shape), dtype="float64")

@@ -21,9 +21,9 @@ class SinkWindow:
     """A compact cache whose ring is the window, and whose first tokens, the sinks, have the positions right before it.
 
     Attention asks for differences of positions alone. So it is not the window that moves down to the sinks, but the sinks that move up to
-    the window, by as many positions as tokens have left it. sinks: for each layer of the cache, which are the model's without a sliding
-    window, their keys as they were taken in, from which they are
-    moved each time, so that errors do not add up; empty where there are no sinks, or they stay at these positions.
+    the window, by as many positions as tokens have left it. sinks: for each layer of the model without a sliding window, the keys of the
+    sinks as they were taken in. They are moved from there each time, so that errors do not add up; empty where there are no sinks, or they
+    stay at these positions.
     """
 
     cache: CompactCache
