@@ -18,9 +18,10 @@ from qspec_jax.checkpoints import converted
 from qspec_jax.checkpoints.converted import DRAFT, TARGET
 from qspec_jax.checkpoints.hub import SMALL_FILES, local
 from qspec_jax.checkpoints.huggingface import load_config
-from qspec_jax.checkpoints.loading import DEQUANTIZED, PACKED, load_model, open_source
+from qspec_jax.checkpoints.loading import load_model, open_source
 from qspec_jax.checkpoints.small_files import small_file
 from qspec_jax.checkpoints.source import WeightSource
+from qspec_jax.checkpoints.weights_text import DEQUANTIZED, PACKED
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.quantization.weights import is_linear, quantize_weight

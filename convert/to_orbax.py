@@ -33,6 +33,7 @@ from qspec_jax.checkpoints.loading import log_packed, open_source, packed_paths,
 from qspec_jax.checkpoints.small_files import write_small_files
 from qspec_jax.checkpoints.source import WeightSource
 from qspec_jax.checkpoints.tokenizers import has_tokenizer, tokenizer_problem
+from qspec_jax.checkpoints.weights_text import WeightsChoice
 from qspec_jax.errors import InputError, with_type, writing
 from qspec_jax.files import read_json, write_json
 from qspec_jax.quantization.weights import is_linear
@@ -104,12 +105,15 @@ def convert(
         if converted.is_converted(folder):
             raise InputError(f"{source}: is converted already; a Hugging Face directory is needed")
         _check_places(folder, directory, overwrite)
+    choice = WeightsChoice.parse(weights)
+    if choice.head_bits != 16:
+        raise InputError(f"weights {weights!r}: a conversion stores the head as it is; give head_bits where the directory is loaded")
     opened = open_source(folder)
     wanted = dtype or stored_dtype(opened.config)
     if wanted not in DTYPES:
         raise InputError(f"dtype {wanted} (--dtype) cannot be converted to; it should be one of {', '.join(DTYPES)}")
     opened.check_contents()
-    packed = packed_paths(opened, jnp.dtype(wanted), weights)
+    packed = packed_paths(opened, jnp.dtype(wanted), choice.linears)
     log_packed(opened, packed, jnp.dtype(wanted))
     if packed and draft_bits == 4:
         raise InputError(f"{source}: its weights stay in INT4, which the draft reads too; convert it without a draft (--draft-bits 16)")

@@ -282,6 +282,16 @@ def test_a_step_that_cannot_be_compiled_is_one_row_and_keeps_nothing(one_layer, 
     assert (second.method, second.status) == ("autoregressive", "measured")
 
 
+def test_a_draft_beside_layers_with_a_window_is_timed(run, tmp_path):
+    window = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 32, "use_sliding_window": True}
+    config = ARCHITECTURES["tiny"] | window | {"num_hidden_layers": 2, "max_window_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    flags = ["--random-weights", "--draft", "sparse:budget=0.5", "--gamma", 3, "--context", 200, "--max-new-tokens", 16, "--repeats", 1]
+    code, out, _ = run("bench", "decode", "--model", tmp_path, *flags, "--simulate-ratio", 0.8, "--json")
+    _, row = json.loads(out)["rows"]
+    assert code == 0 and (row["status"], row["note"]) == ("measured", "") and row["steps"]["flush due"]["timing"]["median_us"] > 0
+
+
 def test_random_weights_need_no_more_than_a_config(run, one_layer, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(ARCHITECTURES["tiny"]), encoding="utf-8")
     flags = ["--random-weights", "--method", "autoregressive", "--context", 64, "--max-new-tokens", 32, "--repeats", 1, "--json"]

@@ -1,4 +1,4 @@
-"""The head in INT8, which drafts have."""
+"""The head in INT8, which drafts have, and targets that are loaded so."""
 
 import dataclasses
 
@@ -6,15 +6,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoints import hf_config, write_checkpoint
 from runs import random_model, with_draft
 
 from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE
+from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
 from qspec_jax.drafts import make_draft, quantspec
+from qspec_jax.drafts.step_bytes import weight_bytes
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.viewed import ViewedModel
+from qspec_jax.planning.operations import model_bytes, step_weight_bytes
+from qspec_jax.planning.steps import own_step
+from qspec_jax.quantization.outline import outline
 from qspec_jax.quantization.weights import quantize_head, quantize_rows
 
 
@@ -72,3 +79,26 @@ def test_the_loops_draft_has_its_head_in_int8(monkeypatch):
     loop = generate(model, prompt, config=with_draft(config, draft)).stats.draft_acceptance_rate
     monkeypatch.undo()
     assert loop < 0.5 * generate(model, prompt, config=with_draft(config, draft)).stats.draft_acceptance_rate
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_target_with_its_head_in_int8(tied, tmp_path, caplog, monkeypatch):
+    write_checkpoint(tmp_path / "hf", hf_config(tie_word_embeddings=tied))
+    caplog.set_level("INFO", "qspec_jax")
+    model = load_model(tmp_path / "hf", dtype="float32", weights="dequantized:head_bits=8")
+    assert "its head is put into INT8" in caplog.text
+    plain = load_model(tmp_path / "hf", dtype="float32")
+    head = (plain.embedding if tied else plain.head).get_value()
+    np.testing.assert_array_equal(model.head.get_value().codes, quantize_rows(head).codes)
+    np.testing.assert_array_equal(model.embedding.get_value(), plain.embedding.get_value())
+    # Counted, and read by the draft too.
+    V, D = head.shape
+    assert model_bytes(model.config) - model_bytes(plain.config) == V * (D + 4) - (0 if tied else 2 * V * D)
+    step = own_step(model.config, CacheConfig("full").outline(model.config, 64), 64)
+    assert (step.head_bits, step_weight_bytes(step)) == (8, weight_bytes(outline(model.config)))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert make_draft("quantspec", model).in_loop().step.model.head.get_value().codes is model.head.get_value().codes
+    monkeypatch.undo()
+    settings = dict(max_new_tokens=24, ignore_eos=True, group_size=8)
+    out, alone = (generate(model, [[1, 2, 3] * 9], config=GenerationConfig(draft=draft, **settings)) for draft in ("quantspec", "none"))
+    assert out.token_ids == alone.token_ids

@@ -202,6 +202,10 @@ def test_packed_weights_are_converted_and_verified(tmp_path):
         load_model(tmp_path / "plain", weights="packed")
     with pytest.raises(InputError, match="packed or dequantized"):
         load_model(source, weights="both")
+    with pytest.raises(InputError, match="head_bits 4 should be 8 or 16"):
+        load_model(source, weights="packed:head_bits=4")
+    with pytest.raises(InputError, match="give head_bits where the directory is loaded"):
+        convert(source, tmp_path / "head", weights="packed:head_bits=8", progress=False)
     # A code that changed.
     raw = json.loads((source / "config.json").read_text())
     _, tensors, _ = make_quantized("awq")

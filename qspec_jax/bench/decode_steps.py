@@ -142,7 +142,7 @@ def _sampled(tokens, cache, state, sampler, logits, *proposal_and_keys):
 
 
 def _flushed(tokens, cache, state, lengths):
-    return tokens, dataclasses.replace(cache.rollback(lengths).flush()[0], lengths=lengths), state
+    return tokens, cache.rollback(lengths).flush()[0].rollback(lengths), state
 
 
 def target_bytes(model: Llama, cache: Cache, tokens: int, batch_size: int, new_tokens: int = 1) -> tuple[int, int]:

@@ -24,15 +24,15 @@ from qspec_jax.checkpoints.quantized.formats import quantized_format
 from qspec_jax.checkpoints.source import WeightSource
 from qspec_jax.checkpoints.tensor_names import weight_shapes
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
+from qspec_jax.checkpoints.weights_text import DEQUANTIZED, PACKED, WeightsChoice
 from qspec_jax.errors import InputError, warn_once
 from qspec_jax.files import read_json
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama, Origin, Weight
 from qspec_jax.models.placement import Placement
-from qspec_jax.quantization.weights import groups_are_cut, is_linear
+from qspec_jax.quantization.weights import groups_are_cut, is_linear, quantize_head
 
 log = logging.getLogger(__name__)
-PACKED, DEQUANTIZED = "packed", "dequantized"  # how linear layers of a quantized checkpoint are loaded
 _LOADED_AS = ("bfloat16", "float32", "float64")
 
 
@@ -51,7 +51,8 @@ def load_model(
             converted directory.
         dtype: bfloat16, float32 or float64; None: the checkpoint's own (float16 becomes bfloat16).
         weights: for a quantized checkpoint "packed", which keeps linear layers of 4 bits in INT4 where their groups allow it, or
-            "dequantized"; None: see `packed_paths`, and a converted directory as it is stored.
+            "dequantized"; None: see `packed_paths`, and a converted directory as it is stored. With ":head_bits=8" after either the head is
+            put into INT8, as a log line says.
         mesh: devices to divide the model over, with one axis, "model" (see `models.sharding`); None: the default device.
         progress: whether a bar is shown; None: where standard error is a terminal.
 
@@ -61,9 +62,12 @@ def load_model(
     """
     directory = local(directory, progress=progress)
     is_converted = converted.is_converted(directory)
-    if weights not in (None, PACKED, DEQUANTIZED):
-        raise InputError(f"weights {weights!r} should be {PACKED} or {DEQUANTIZED}")
-    model = _load_converted(directory, dtype, weights, mesh) if is_converted else _load_source(directory, dtype, weights, mesh, progress)
+    choice = WeightsChoice.parse(weights)
+    linears = choice.linears
+    model = _load_converted(directory, dtype, linears, mesh) if is_converted else _load_source(directory, dtype, linears, mesh, progress)
+    if choice.head_bits == 8:
+        model = quantize_head(model)
+        log.info("%s: its head is put into INT8, which changes logits slightly", directory)
     model.origin = Origin(directory.resolve())
     return model
 

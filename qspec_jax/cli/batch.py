@@ -189,7 +189,7 @@ def batch(
         [content, *_named(prefixes.contents)],
         prepared,
         checkpoints,
-        (seed, columns, weights and str(weights)),
+        (seed, columns, weights),
         process.version_of("qspec-jax"),
     )
     journal = open_journal(written_by_first(output), run, lines, name, overwrite=overwrite)

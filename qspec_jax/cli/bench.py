@@ -18,6 +18,7 @@ from qspec_jax.bench.decode_rows import check_gamma, select_gammas
 from qspec_jax.bench.simulated import rate_of_ratio, rates_of
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints import hub, huggingface, loading
+from qspec_jax.checkpoints.weights_text import DEQUANTIZED, PACKED, WeightsChoice
 from qspec_jax.cli.bench_kernels import Repeats, kernels
 from qspec_jax.cli.bench_options import DRAFT, Arch, Gammas, Model, NewTokens, Texts, drafts_of, int4_of
 from qspec_jax.cli.bench_states import states_commands
@@ -28,7 +29,6 @@ from qspec_jax.cli.options import (
     Json,
     Output,
     Seed,
-    Weights,
     WeightsOption,
     check_proposes,
     devices_of,
@@ -43,12 +43,12 @@ from qspec_jax.drafts.registry import AUTO, NONE, USUAL, parse_draft
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.texts import token_stream
 from qspec_jax.files import read_text
+from qspec_jax.quantization.weights import quantize_head
 from qspec_jax.training import corpus
 
 log = logging.getLogger(__name__)
 
 COMPARED = (AUTO, USUAL, "prompt-lookup")  # drafts of `bench drafts`
-PACKED = ", linear layers in INT4, all else in bfloat16"  # after the name of a model with random weights
 
 benchmarks = typer.Typer(no_args_is_help=True, help="Measurements of speed.")
 benchmarks.add_typer(kernels)
@@ -141,11 +141,12 @@ def bench_decode(
         if batch_sizes != [1]:
             raise InputError("--transformers measures one row only; leave out --batch-size")
         transformers_decode.check()
+    choice = WeightsChoice.parse(weights)
     shape = huggingface.load_config(model) if arch is None else architecture(arch, layers)
     if arch is not None or random_weights:
-        if weights is Weights.dequantized:
+        if choice == WeightsChoice(DEQUANTIZED):
             raise InputError("--weights dequantized needs a quantized checkpoint, which random weights are not; leave it out")
-        shape = dataclasses.replace(shape, int4_weights=weights is Weights.packed)
+        shape = dataclasses.replace(shape, int4_weights=choice.linears == PACKED)
     check_positions("model", shape.max_length, "--context", max(contexts), max_new_tokens)
     for method in methods:
         CacheConfig.parse(method.cache).check(shape)
@@ -163,12 +164,13 @@ def bench_decode(
         name, place = arch or model, place_of(devices, distributed=False)
         if arch is not None or random_weights:
             network = random_model(shape, seed=seed, mesh=place)
+            network = quantize_head(network) if choice.head_bits == 8 else network
         else:
             network, _ = load(model, None, quiet=as_json, weights=weights, place=place)
         return decode.run(
             name
             + ("" if layers is None else f", {layers} of {architecture(arch).num_layers} layers")
-            + (PACKED if shape.int4_weights else ""),
+            + _described(shape.int4_weights and (arch is not None or random_weights), choice),
             network,
             int4_of(network, random=arch is not None or random_weights),
             contexts,
@@ -182,6 +184,12 @@ def bench_decode(
         )
 
     reports.show(measure, output, as_json=as_json, plot=plot)
+
+
+def _described(in_int4: bool, choice: WeightsChoice) -> str:
+    """The formats of a model's weights, for after its name. in_int4: whether they are random, and linear layers are in INT4."""
+    parts = [*["linear layers in INT4"] * in_int4, *["head in INT8"] * (choice.head_bits == 8)]
+    return "".join(f", {part}" for part in [*parts, "all else in bfloat16"]) if parts else ""
 
 
 @benchmarks.command("batch")

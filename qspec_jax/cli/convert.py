@@ -35,7 +35,7 @@ def convert_command(
     as_json: Json = False,
 ):
     """Convert a checkpoint, so that it loads faster. It restores straight to devices, its draft with it."""
-    settings = dict(dtype=dtype and dtype.value, draft_bits=draft_bits, weights=weights and weights.value, overwrite=overwrite)
+    settings = dict(dtype=dtype and dtype.value, draft_bits=draft_bits, weights=weights, overwrite=overwrite)
     report = convert(source, directory, progress=False if as_json else None, **settings)
     if as_json:
         print(to_json(dataclasses.asdict(report)))

@@ -147,16 +147,13 @@ ModelDirectory = Annotated[
 ]
 
 
-class Weights(enum.StrEnum):
-    packed = "packed"
-    dequantized = "dequantized"
-
-
 WeightsOption = Annotated[
-    Weights | None,
+    str | None,
     typer.Option(
         "--weights",
-        help="Of a quantized checkpoint: packed keeps linear layers of 4 bits in INT4. If not given, they stay so where kernels read them.",
+        metavar="packed|dequantized[:head_bits=8]",
+        help="Of a quantized checkpoint: packed keeps linear layers of 4 bits in INT4. If not given, they stay so where kernels read them. "
+        "head_bits=8 puts the head of any checkpoint into INT8.",
     ),
 ]
 DtypeOption = Annotated[Dtype | None, typer.Option("--dtype", help="As stored, if not given. float64 is for exactness checks on a CPU.")]
@@ -363,7 +360,7 @@ def load(
         _hint_at_sampling(directory)
     for cache in caches:
         cache.check(loading.config_and_dtype(directory)[0])
-    network = loading.load_model(directory, dtype=dtype and str(dtype), weights=weights and str(weights), mesh=mesh, progress=progress)
+    network = loading.load_model(directory, dtype=dtype and str(dtype), weights=weights, mesh=mesh, progress=progress)
     return network, load_tokenizer(directory)
 
 

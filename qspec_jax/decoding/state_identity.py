@@ -24,7 +24,8 @@ NAMES = {
     "draft_weights": "other weights of the draft",
 }
 HASHED = ("weights", "draft_weights")
-_NOT_COMPUTED = ("wrapper", "int4_weights", "int4_group_size")  # where weights are stored, and how: the fingerprint is of what they are
+# Where weights are stored, and how: the fingerprint is of what they are.
+_NOT_COMPUTED = ("wrapper", "int4_weights", "int4_group_size", "int8_head")
 
 
 def identity_of(reader: Reader) -> dict[str, Any]:

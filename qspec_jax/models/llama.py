@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.formats.rounding import accumulation_dtype
 from pallas_kernels.formats.views import BOTH_PLANES, View
+from pallas_kernels.formats.weights import Int8Weight
 from pallas_kernels.matmul import linear
 from qspec_jax.errors import InputError
 from qspec_jax.models import rope
@@ -173,7 +174,7 @@ class Llama(nnx.Module):
     def with_head(self, head: Weight) -> Self:
         """The model with a head of its own, in any format, also where its head was the embedding."""
         model = copy.copy(self)  # shares the layers: making new ones would take a tenth of a second
-        model._config = dataclasses.replace(self._config, tie_word_embeddings=False)
+        model._config = dataclasses.replace(self._config, tie_word_embeddings=False, int8_head=isinstance(head, Int8Weight))
         model.head = nnx.data(nnx.Param(head))
         return model
 

@@ -48,7 +48,7 @@ def memory_of(
     own = [i for i, bits in enumerate(zip(*(each.weight_bits for each in shared))) if 4 in bits]
     draft = 0 if config.int4_weights else sum(count * int4_bytes(config, i) for i, count in layer_kinds(config, own).items())
     heads = {each.weight_bits for each in shared if each.head_bits == 8}
-    decoding = len(heads) * head_bytes(config, 8)  # made after prefill
+    decoding = 0 if config.int8_head else len(heads) * head_bytes(config, 8)  # made after prefill
     shapes = cache.outline(config, context + new_tokens, gamma)
     for each in steps:
         own = each.model.step.model.config

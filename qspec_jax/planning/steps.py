@@ -58,7 +58,7 @@ def own_step(config: LlamaConfig, cache: Cache, tokens: int) -> StepReads:
     everything = cache.reads(BOTH_PLANES, tokens)
     of_layers = (dataclasses.asdict(cache.reads_of_layer(layer, everything, tokens)) for layer in range(config.num_layers))
     layers = tuple(LayerReads(**each, weight_bits=4 if config.int4_weights else 16) for each in of_layers)
-    return StepReads(config, layers, 16, *cache.bytes_of_pass(BOTH_PLANES, tokens))
+    return StepReads(config, layers, 8 if config.int8_head else 16, *cache.bytes_of_pass(BOTH_PLANES, tokens))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,8 @@ class OutlinedDraft:
 
     @property
     def head_bits(self) -> int:
-        return getattr(self.draft, "head_bits", 16)
+        own = self.model is not None and self.model.step.model.config.int8_head
+        return 8 if own else getattr(self.draft, "head_bits", 16)
 
     def reads(self, cache: Cache, tokens: int) -> StepReads:
         """What one of its steps reads. cache: the shapes of the target's. tokens: that it holds in a row, those that the step appends

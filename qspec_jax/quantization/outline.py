@@ -7,7 +7,7 @@ from pallas_kernels.formats.weights import Int4Weight
 from qspec_jax.models.block import Weight
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
-from qspec_jax.quantization.weights import is_linear, weight_group_size
+from qspec_jax.quantization.weights import is_linear, quantize_rows, weight_group_size
 
 
 def outline(config: LlamaConfig, *, int4: bool = False, dtype: str = "bfloat16") -> Llama:
@@ -24,6 +24,8 @@ def outline(config: LlamaConfig, *, int4: bool = False, dtype: str = "bfloat16")
     def make(path: str, shape: tuple[int, ...]) -> Weight:
         if has_int4 and is_linear(path):
             return int4_outline(shape, dtype, config.int4_group_size)
+        if path == "head" and config.int8_head:
+            return jax.eval_shape(quantize_rows, jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
     return Llama(config, make)

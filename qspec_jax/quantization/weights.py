@@ -188,5 +188,7 @@ def quantize_rows(weight: Float[Array, "out in"]) -> Int8Weight:
 
 def quantize_head(model: Llama) -> Llama:
     """The model with a head in INT8, also where its head was the embedding; all else is the same arrays, not copies."""
+    if model.checkpoint_config.int8_head:
+        return model
     head = (model.embedding if model.head is None else model.head).get_value()
     return model.with_head(divided_over(mesh_of(head), quantize_rows)(head))

@@ -1,0 +1,39 @@
+"""How the weights of a checkpoint are loaded, and the text NAME[:head_bits=8] that says it."""
+
+import dataclasses
+from typing import Self
+
+from qspec_jax.errors import InputError
+from qspec_jax.settings_text import check_settings, read_settings, setting, split_text
+
+PACKED, DEQUANTIZED = "packed", "dequantized"  # how linear layers of a quantized checkpoint are loaded
+
+
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    head_bits: int = setting(16, "Bits of the head: 8 puts it in INT8, with a scale for each output.", choices=(8, 16))
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightsChoice:
+    """How weights are loaded.
+
+    Attributes:
+        linears: `PACKED` or `DEQUANTIZED`; None for no choice.
+        head_bits: 8 if the head is put into INT8; it is then another model's. 16: as it is stored.
+    """
+
+    linears: str | None = None
+    head_bits: int = 16
+
+    @classmethod
+    def parse(cls, text: str | None) -> Self:
+        """The choice of a text such as packed:head_bits=8, see `qspec_jax.settings_text`; None is no choice. Raises InputError."""
+        if text is None:
+            return cls()
+        name, parts = split_text("weights", text)
+        if name not in (PACKED, DEQUANTIZED):
+            raise InputError(f"weights {name!r} should be {PACKED} or {DEQUANTIZED}")
+        settings = _Settings(**read_settings("weights", text, parts, _Settings))
+        check_settings("weights", settings)
+        return cls(name, settings.head_bits)
