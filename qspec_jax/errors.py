@@ -33,6 +33,12 @@ def listed(names: Iterable[str], max_names: int = 8) -> str:
     return ", ".join(names[:max_names]) + (f" and {len(names) - max_names} more" if len(names) > max_names else "")
 
 
+def either(values: Iterable[object]) -> str:
+    """Values for a message, with "or" before the last one."""
+    *others, last = map(str, values)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def flat(text: str) -> str:
     """The text with its line breaks and runs of blanks as single blanks."""
     return " ".join(text.split())

@@ -93,8 +93,8 @@ def test_what_is_no_conversation_of_texts(messages, words):
         assert words in str(refused.value)
 
 
-def test_messages_without_a_template(tokenizer):
-    with pytest.raises(InputError, match="messages need a tokenizer with a chat template, and this checkpoint has none"):
+def test_messages_without_a_template(tokenizer, directory):
+    with pytest.raises(InputError, match=f"messages need a tokenizer with a chat template, and that of {directory} has none"):
         chat_tokens(tokenizer, [user("a")])
 
 

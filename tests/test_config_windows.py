@@ -99,6 +99,7 @@ def test_rope_of_layers_with_a_window():
         ({"layer_types": ["chunked_attention"] * 2}, "layer_types"),
         ({"sliding_window": 0}, "sliding_window"),
         ({"sliding_window_pattern": 0}, "sliding_window_pattern"),
+        ({"sliding_window_pattern": ""}, "sliding_window_pattern is empty, should be a whole number or letters such as LLLG"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ({"hidden_activation": "gelu"}, "hidden_activation gelu"),
     ],

@@ -1,6 +1,7 @@
 """README and docs: what they show runs or parses, what they name exists, and the README stays short."""
 
 import ast
+import dataclasses
 import graphlib
 import importlib
 import itertools
@@ -26,7 +27,7 @@ from qspec_jax.checkpoints import tensor_names
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.cli.app import app
 from qspec_jax.drafts import registry
-from qspec_jax.models.families import ARCHITECTURES
+from qspec_jax.models.families import ARCHITECTURES, Architecture
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted(page for folder in (".", "kernels", "measurements") for page in (ROOT / "docs" / folder).glob("*.md"))]
@@ -274,6 +275,11 @@ def test_a_new_family_loads(monkeypatch, tmp_path):
     llama, tokens = load_model(write_checkpoint(tmp_path / "llama", config, tensors=tensors)), np.arange(48)[None]
     assert names["model"].config.architecture == "Ernie4_5ForCausalLM" and names["model"].config.rope.interleaved
     np.testing.assert_allclose(one_pass(names["model"], tokens, 48), one_pass(llama, tokens, 48), rtol=0, atol=1e-4)
+
+
+def test_the_page_on_families_names_every_field_of_one():
+    page = (ROOT / "docs" / "add-a-model-family.md").read_text()
+    assert [field.name for field in dataclasses.fields(Architecture) if f"`{field.name}`" not in page] == []
 
 
 def test_a_new_draft_is_under_60_lines_and_runs(monkeypatch, shallow):

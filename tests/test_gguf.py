@@ -291,9 +291,10 @@ def test_a_tokenizer_that_is_not_known_is_refused_and_the_model_converted(case, 
 def test_merges_that_make_no_token(tmp_path, caplog):
     metadata = tokenizer_metadata(made_tokenizers.byte_level(None), "gpt2", pre="gpt-2")
     metadata["tokenizer.ggml.merges"] += ["z z"]
-    found = load_tokenizer(with_tokenizer(tmp_path, metadata))
+    path = with_tokenizer(tmp_path, metadata)
+    found = load_tokenizer(path)
     assert found.convert_ids_to_tokens(found("zz").input_ids) == ["z", "z"]
-    assert "1 merges make no token of its vocabulary (z z is one)" in caplog.text
+    assert f"{path}: the merge 'z z' is left out, whose parts or result are no tokens of its vocabulary" in caplog.text
 
 
 # Commands ------------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> bool:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_each_weight_is_the_one_that_its_tensors_mean(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(quantized, "DEQUANTIZED", 1000)  # a few rows at a time
+    monkeypatch.setattr(quantized, "PART", 1000)  # a few rows at a time
     plain = write_quantized(tmp_path / "hf", name)
     model = load_model(tmp_path / "hf", dtype="float32")
     assert same(loaded(model), plain)

@@ -29,13 +29,13 @@ class RingsBeside(AppendedCache):
     Attributes:
         held: the cache of the layers without a window.
         rings: a ring for each of the other layers: token p is in row p modulo their number.
-        windowed: of each layer of the model whether it has a window.
+        has_window: of each layer of the model whether it has one.
         window: the number of tokens that a token attends to there, itself included.
     """
 
     held: AppendedCache
     rings: tuple[FullLayer, ...]
-    windowed: tuple[bool, ...]
+    has_window: tuple[bool, ...]
     window: int
 
     @property
@@ -46,7 +46,7 @@ class RingsBeside(AppendedCache):
     @property
     def layers(self) -> tuple[Any, ...]:
         held, rings = iter(self.held.layers), iter(self.rings)
-        return tuple(next(rings if of_ring else held) for of_ring in self.windowed)
+        return tuple(next(rings if of_ring else held) for of_ring in self.has_window)
 
     @property
     def lengths(self) -> Lengths:
@@ -62,30 +62,30 @@ class RingsBeside(AppendedCache):
 
     @property
     def full_layers(self) -> tuple[int, ...]:
-        return tuple(i for i, of_ring in enumerate(self.windowed) if not of_ring)
+        return tuple(i for i, of_ring in enumerate(self.has_window) if not of_ring)
 
     def held_index(self, layer: int) -> int | None:
         """The number in `held` of a layer of the model; None for one with a window."""
-        return None if self.windowed[layer] else self.windowed[:layer].count(False)
+        return None if self.has_window[layer] else self.has_window[:layer].count(False)
 
     def ring(self, layer: int) -> FullLayer:
         """The ring of a layer of the model that has a window."""
-        return self.rings[self.windowed[:layer].count(True)]
+        return self.rings[self.has_window[:layer].count(True)]
 
     def with_layers(self, layers: tuple[Any, ...]) -> Self:
-        held = tuple(layer for layer, of_ring in zip(layers, self.windowed, strict=True) if not of_ring)
-        rings = tuple(layer for layer, of_ring in zip(layers, self.windowed, strict=True) if of_ring)
+        held = tuple(layer for layer, of_ring in zip(layers, self.has_window, strict=True) if not of_ring)
+        rings = tuple(layer for layer, of_ring in zip(layers, self.has_window, strict=True) if of_ring)
         return dataclasses.replace(self, held=self.held.with_layers(held), rings=rings)
 
     def part(self, part: slice) -> Self:
-        layers, windowed = self.layers[part], self.windowed[part]
-        return dataclasses.replace(self, windowed=windowed).with_layers(layers)
+        layers, has_window = self.layers[part], self.has_window[part]
+        return dataclasses.replace(self, has_window=has_window).with_layers(layers)
 
     def rollback(self, lengths: Lengths) -> Self:
         return dataclasses.replace(self, held=self.held.rollback(lengths))
 
     def for_pass(self, views):
-        views = tuple(view for view, of_ring in zip(views, self.windowed, strict=True) if not of_ring)
+        views = tuple(view for view, of_ring in zip(views, self.has_window, strict=True) if not of_ring)
         return _Pass(self, self.held.for_pass(views))
 
     def attend(self, layer, qkv, cos, sin, *, view):
@@ -105,12 +105,12 @@ class RingsBeside(AppendedCache):
         return attend_readable(q, ring, (read <= reader) & (read > reader - self.window))[0], ring
 
     def reads_of_layer(self, layer, reads, tokens):
-        if not self.windowed[layer]:
+        if not self.has_window[layer]:
             return self.held.reads_of_layer(self.held_index(layer), reads, tokens)
         return reads if reads == NOTHING else Reads(0, 0, min(tokens, self.window))
 
     def bytes_of_reads(self, layer, reads):
-        if not self.windowed[layer]:
+        if not self.has_window[layer]:
             return self.held.bytes_of_reads(self.held_index(layer), reads)
         ring = self.ring(layer)
         return bytes_of_tokens(ring, reads.quantized + reads.full, ring.keys.shape[2]), 0
@@ -142,13 +142,13 @@ class StepsBesideRings(RingsBeside):
 
     Attributes:
         held: the draft's own cache.
-        rings, windowed, window: those of the target's cache.
+        rings, has_window, window: those of the target's cache.
         own_lengths, text_lengths: lengths of the draft's own cache and of the target's, before the round.
     """
 
     held: AppendedCache
     rings: tuple[FullLayer, ...]
-    windowed: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
+    has_window: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
     window: int = dataclasses.field(metadata={"static": True})
     own_lengths: Lengths
     text_lengths: Lengths
@@ -165,7 +165,7 @@ class SlidingCache(RingsBeside, Cache):
 
     held: Cache
     rings: tuple[FullLayer, ...]
-    windowed: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
+    has_window: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
     window: int = dataclasses.field(metadata={"static": True})
 
     @property
@@ -193,7 +193,7 @@ class SlidingCache(RingsBeside, Cache):
         return self.held.streamed_part
 
     def steps_over(self, own: AppendedCache) -> AppendedCache:
-        return StepsBesideRings(own, self.rings, self.windowed, self.window, own.lengths, self.lengths)
+        return StepsBesideRings(own, self.rings, self.has_window, self.window, own.lengths, self.lengths)
 
     def from_steps(self, stepped: StepsBesideRings) -> tuple[AppendedCache, Self]:
         return stepped.held, dataclasses.replace(self, rings=stepped.rings)
@@ -206,22 +206,22 @@ class SlidingCache(RingsBeside, Cache):
         return dataclasses.replace(self, held=held), flushed
 
     def fill(self, layer: int, keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"], n: Int[Array, "B"], *queries: Array) -> Any:
-        if not self.windowed[layer]:
+        if not self.has_window[layer]:
             return self.held.fill(self.held_index(layer), keys, values, n, *queries)
         return FullLayer(*FullLayer(keys, values).read(self.positions(n)[:, None]))
 
     def tokens(self, layer: int, positions: Int[Array, "#R #K T"], batch_rows: Int[Array, "R"] | None = None) -> KeysValues:
         """See `Cache.tokens`. Of a layer with a window the tokens before it have no meaning."""
-        if not self.windowed[layer]:
+        if not self.has_window[layer]:
             return self.held.tokens(self.held_index(layer), positions, batch_rows)
         ring = self.ring(layer)
         return ring.read(positions % ring.keys.shape[2], batch_rows)
 
     def recent_tokens(self, layer, positions):
-        return self.tokens(layer, positions) if self.windowed[layer] else self.held.recent_tokens(self.held_index(layer), positions)
+        return self.tokens(layer, positions) if self.has_window[layer] else self.held.recent_tokens(self.held_index(layer), positions)
 
     def with_layer_on_device(self, layer, *, after):
-        if self.windowed[layer]:
+        if self.has_window[layer]:
             return self, after
         held, after = self.held.with_layer_on_device(self.held_index(layer), after=after)
         return dataclasses.replace(self, held=held), after
@@ -350,6 +350,6 @@ def beside_rings(
         held = NoLayersCache.of(batch, schedule, capacity)
     rows = model.sliding_window + num_speculative_tokens + 1
     shape = dict(batch=batch, kv_heads=model.num_kv_heads, rows=rows, head_dim=model.head_dim, dtype=dtype)
-    windowed = tuple(i in model.windowed_layers for i in range(model.num_layers))
+    has_window = tuple(i in model.windowed_layers for i in range(model.num_layers))
     kind = SlidingPooledCache if isinstance(held, PooledCache) else SlidingCache
-    return kind(held, tuple(FullLayer.zeros(**shape) for _ in range(sum(windowed))), windowed, model.sliding_window)
+    return kind(held, tuple(FullLayer.zeros(**shape) for _ in range(sum(has_window))), has_window, model.sliding_window)

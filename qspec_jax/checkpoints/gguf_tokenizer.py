@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qspec_jax.checkpoints.gguf_file import GgufFile, read_gguf
-from qspec_jax.errors import InputError, flat, listed, warn_once
+from qspec_jax.errors import InputError, flat, warn_once
 
 log = logging.getLogger(__name__)
 
@@ -189,8 +189,9 @@ class _Reader:
             is_known = left in self.vocabulary and right in self.vocabulary and left + right in self.vocabulary
             (kept if is_known else lost).append((left, right))
         if lost:
-            first = listed([" ".join(lost[0])])
-            warn_once(log, f"{self.file.path}: {len(lost)} merges make no token of its vocabulary ({first} is one), and are left out")
+            first = repr(" ".join(lost[0]))
+            are = f"the merge {first} is" if len(lost) == 1 else f"{len(lost)} merges, such as {first}, are"
+            warn_once(log, f"{self.file.path}: {are} left out, whose parts or result are no tokens of its vocabulary")
         return kept
 
     def add_ends(self, made: Any, bos: bool) -> None:

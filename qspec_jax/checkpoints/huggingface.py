@@ -14,7 +14,7 @@ from qspec_jax.checkpoints.gguf_file import is_gguf
 from qspec_jax.checkpoints.gguf_source import gguf_config
 from qspec_jax.checkpoints.hub import local
 from qspec_jax.checkpoints.other_formats import MERGE, describe_folder, is_of_an_adapter
-from qspec_jax.checkpoints.quantized.formats import KEY, quantized_format
+from qspec_jax.checkpoints.quantized.formats import CONFIG_KEY, quantized_format
 from qspec_jax.checkpoints.quantized.tensor import GroupedTensor, Parts, QuantizedTensor
 from qspec_jax.checkpoints.safetensors_file import FLOAT_NAMES, FLOATS, Tensor, read_header
 from qspec_jax.checkpoints.small_files import small_file
@@ -305,7 +305,7 @@ class Source(WeightSource):
         packed = [name for name in sorted(self.tensors) if name.endswith("_proj.weight") and self.tensors[name].dtype not in FLOATS]
         if self.format is None and (named or packed):
             raise InputError(
-                f"{self.directory}: the checkpoint is quantized ({listed(named or packed, 2)}), and its config.json has no {KEY}, "
+                f"{self.directory}: the checkpoint is quantized ({listed(named or packed, 2)}), and its config.json has no {CONFIG_KEY}, "
                 "which says how; bring the config.json that belongs to it"
             )
         wrong = []

@@ -69,6 +69,7 @@ def load_tokenizer(directory: str | Path):
             raise InputError(f"{directory}: no tokenizer that transformers can read ({with_type(error)})") from None
         if not tokenizer.chat_template and (folder / LEGACY_TEMPLATE).is_file():
             tokenizer.chat_template = _legacy_template(directory / LEGACY_TEMPLATE)
+    tokenizer.name_or_path = str(directory)  # for messages; it may have been read from a copy
     return tokenizer
 
 

@@ -72,7 +72,8 @@ def with_chats(prompts: Any, tokenizer: Any) -> Any:
 def check_template(tokenizer: Any, what: str) -> None:
     """Raises InputError where the tokenizer has no chat template. what: the beginning of the message, with its verb."""
     if not getattr(tokenizer, "chat_template", None):
-        raise InputError(f"{what} a tokenizer with a chat template, and this checkpoint has none; a text or token ids need no template")
+        whose = getattr(tokenizer, "name_or_path", "") or "this checkpoint"
+        raise InputError(f"{what} a tokenizer with a chat template, and that of {whose} has none; a text or token ids need no template")
 
 
 def hint_at_chat(tokenizer: Any, prompt: str, instead: str) -> str | None:

@@ -16,13 +16,14 @@ ACTIVATIONS = SILU, GELU, RELU2, XIELU = "silu", "gelu", "relu2", "xielu"
 # The names that config.json (`hidden_act`) has for them.
 ACTIVATION_NAMES = {SILU: ("silu", "swish"), GELU: ("gelu_pytorch_tanh",), RELU2: ("relu2",), XIELU: ("xielu",)}
 GATED = (SILU, GELU)
-# The layers that have a sliding window where config.json does not list them (`layer_types`): every layer, every one if
-# `use_sliding_window` is set, and then those from `max_window_layers` on or those without RoPE, or all but the last, or the first, of each
-# few.
-WINDOWED = ALL, ALL_IF_USED, FROM, WITHOUT_ROPE, BUT_LAST, BUT_FIRST = (
-    *("all", "all if used", "from", "without rope"),
-    *("all but last", "all but first"),
-)
+# The layers that have a sliding window where config.json does not list them (`layer_types`).
+ALL = "all"
+ALL_IF_USED = "all if used"  # if `use_sliding_window` is set, all
+FROM = "from"  # if it is set, those from `max_window_layers` on
+WITHOUT_ROPE = "without rope"  # if it is set, those without RoPE
+BUT_LAST = "all but last"  # of each `period` of layers all but the last
+BUT_FIRST = "all but first"  # of each `period` of layers all but the first
+WINDOW_RULES = ALL, ALL_IF_USED, FROM, WITHOUT_ROPE, BUT_LAST, BUT_FIRST
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Architecture:
         partial_rotary: whether `partial_rotary_factor` counts, the share of a head's channels that RoPE rotates.
         query_scale: whether queries grow with their position, by `llama_4_scaling_beta` of the rope settings.
         ntk_alpha: whether `alpha` of the rope settings stretches rope_theta, where their type is dynamic.
-        windowed: the layers that have a sliding window, one of `WINDOWED`; None: no layer ever has one.
+        window_rule: the layers that have a sliding window, one of `WINDOW_RULES`; None: no layer ever has one.
         period: of `BUT_LAST` and `BUT_FIRST` the number of layers, of which one attends to everything, without `sliding_window_pattern`.
         hybrid: whether a sliding window, however long, takes RoPE from the layers that do not have it.
         local_theta: the rope_theta of layers with a window, which then have no other rope settings: its key, and its default; None: their
@@ -72,7 +73,7 @@ class Architecture:
     partial_rotary: bool = False
     query_scale: bool = False
     ntk_alpha: bool = False
-    windowed: str | None = None
+    window_rule: str | None = None
     period: int = 4
     hybrid: bool = False
     local_theta: tuple[str, float] | None = None
@@ -131,27 +132,29 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "MistralForCausalLM": Architecture(
         "mistral",
-        windowed=ALL,
+        window_rule=ALL,
         defaults=dict(max_position_embeddings=131072, num_key_value_heads=8, sliding_window=4096, eos_token_id=2),
         sizes=_MISTRAL_SIZES,
     ),
     "Ministral3ForCausalLM": Architecture(
         "ministral3",
         query_scale=True,
-        windowed=ALL,
+        window_rule=ALL,
         defaults=dict(
             **dict(max_position_embeddings=262144, num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, eos_token_id=2),
             rope_parameters=_MINISTRAL_ROPE,
         ),
         sizes=_MISTRAL_SIZES | dict(vocab_size=131072, num_hidden_layers=34),
     ),
-    "Qwen2ForCausalLM": Architecture("qwen2", qkv_bias=True, windowed=FROM, defaults=_QWEN_DEFAULTS),
-    "Qwen3ForCausalLM": Architecture("qwen3", **_ATTENTION_BIAS, qk_norm=HEAD, windowed=FROM, defaults=_QWEN_DEFAULTS | dict(head_dim=128)),
+    "Qwen2ForCausalLM": Architecture("qwen2", qkv_bias=True, window_rule=FROM, defaults=_QWEN_DEFAULTS),
+    "Qwen3ForCausalLM": Architecture(
+        "qwen3", **_ATTENTION_BIAS, qk_norm=HEAD, window_rule=FROM, defaults=_QWEN_DEFAULTS | dict(head_dim=128)
+    ),
     "Qwen3MoeForCausalLM": Architecture(
         "qwen3_moe",
         **_ATTENTION_BIAS,
         qk_norm=HEAD,
-        windowed=ALL_IF_USED,
+        window_rule=ALL_IF_USED,
         experts=True,
         defaults=dict(
             **dict(max_position_embeddings=32768, num_key_value_heads=4, sliding_window=4096, mlp_only_layers=[]),
@@ -161,7 +164,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Phi3ForCausalLM": Architecture(
         "phi3",
         partial_rotary=True,
-        windowed=ALL,
+        window_rule=ALL,
         only_longrope=True,
         defaults=dict(max_position_embeddings=4096, original_max_position_embeddings=4096, rms_norm_eps=1e-5, eos_token_id=32000),
     ),
@@ -169,7 +172,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "smollm3",
         **_ATTENTION_BIAS,
         mlp_bias="mlp_bias",
-        windowed=WITHOUT_ROPE,
+        window_rule=WITHOUT_ROPE,
         nope=True,
         defaults=dict(max_position_embeddings=32768, num_key_value_heads=4, rope_theta=2e6, eos_token_id=128001, tie_word_embeddings=True),
     ),
@@ -206,14 +209,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         **_ATTENTION_BIAS,
         norms=OUTPUT,
         qk_norm=WIDTH,
-        windowed=BUT_LAST,
+        window_rule=BUT_LAST,
         local_theta=("rope_theta", 500000.0),
         defaults=dict(max_position_embeddings=2048, rms_norm_eps=1e-5, rope_theta=500000.0, sliding_window=4096, eos_token_id=50279),
     ),
     "CwmForCausalLM": Architecture(
         "cwm",
         mlp_bias="mlp_bias",
-        windowed=BUT_FIRST,
+        window_rule=BUT_FIRST,
         defaults=dict(
             **dict(max_position_embeddings=131072, num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, sliding_window=8192),
             **dict(rope_theta=1e6, rope_parameters=_CWM_ROPE, eos_token_id=[128001, 128008, 128009]),
@@ -225,7 +228,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         norms=SANDWICH,
         qk_norm=HEAD,
         activation=GELU,
-        windowed=BUT_LAST,
+        window_rule=BUT_LAST,
         period=6,
         local_theta=("rope_local_base_freq", 10000.0),
         unit_offset=True,
@@ -242,7 +245,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "exaone4",
         norms=OUTPUT,
         qk_norm=HEAD,
-        windowed=BUT_LAST,
+        window_rule=BUT_LAST,
         hybrid=True,
         defaults=dict(max_position_embeddings=2048, num_key_value_heads=32, rms_norm_eps=1e-5, sliding_window=4096, eos_token_id=2),
     ),
@@ -283,10 +286,6 @@ ARCHITECTURES: dict[str, Architecture] = {
 _VISION = tuple(f"{base}{part}." for base in ("", "model.") for part in ("vision_tower", "multi_modal_projector"))
 # Devstral and Mistral Small 3 have a text model of Mistral, Ministral 3 one of its own.
 WRAPPERS: dict[str, Wrapper] = {
-    "Mistral3ForConditionalGeneration": Wrapper(
-        "mistral3",
-        "mistral",
-        left_out=_VISION,
-    ),
+    "Mistral3ForConditionalGeneration": Wrapper("mistral3", "mistral", left_out=_VISION),
     "Gemma3ForConditionalGeneration": Wrapper("gemma3", "gemma3_text", left_out=_VISION),
 }

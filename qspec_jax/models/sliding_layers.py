@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from qspec_jax.models import families
 from qspec_jax.models.config_values import Values
-from qspec_jax.models.families import ALL, ALL_IF_USED, BUT_FIRST, BUT_LAST, FROM, WITHOUT_ROPE, Architecture
+from qspec_jax.models.families import Architecture
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -25,9 +26,9 @@ def read_window(values: Values, architecture: Architecture, layers: int, nope_la
         raise values.error(f"layer_types {types!r} should be a list of {_FULL} and {_SLIDING}")
     if types is not None and len(types) != layers:
         raise values.error(f"layer_types should have an entry for each of {layers} layers, and has {len(types)}")
-    if types is not None and architecture.windowed not in (ALL, ALL_IF_USED):
+    if types is not None and architecture.window_rule not in (families.ALL, families.ALL_IF_USED):
         found = tuple(i for i, each in enumerate(types) if each == _SLIDING)
-        if found and architecture.windowed is None:
+        if found and architecture.window_rule is None:
             raise values.error(f"layer_types has {_SLIDING}, which is not supported for this architecture; only full attention is")
     else:
         found = _by_rule(values, architecture, layers, nope_layers)
@@ -42,23 +43,28 @@ def read_window(values: Values, architecture: Architecture, layers: int, nope_la
 
 def _by_rule(values: Values, architecture: Architecture, layers: int, nope_layers: Sequence[int]) -> tuple[int, ...]:
     """The layers that have the window if there is one."""
-    period = values.raw.get("sliding_window_pattern", architecture.period)
-    if isinstance(period, str):  # such as LLLG, of which the last letter is of the layer that attends to everything
-        period = len(period)
-    elif architecture.windowed in (BUT_LAST, BUT_FIRST):
-        period = values.number("sliding_window_pattern", architecture.period)
-    match architecture.windowed:
+    match architecture.window_rule:
         case None:
             return ()
-        case rule if rule == ALL:
+        case families.ALL:
             return tuple(range(layers))
-        case rule if rule == ALL_IF_USED:
+        case families.ALL_IF_USED:
             return tuple(range(layers)) if values.flag("use_sliding_window") else ()
-        case rule if rule == FROM:
+        case families.FROM:
             first = values.number("max_window_layers", above=-1) if values.flag("use_sliding_window") else layers
             return tuple(range(first, layers))
-        case rule if rule == WITHOUT_ROPE:
+        case families.WITHOUT_ROPE:
             return tuple(nope_layers) if values.flag("use_sliding_window") else ()
-        case rule if rule == BUT_FIRST:
-            return tuple(i for i in range(layers) if i % period)
-    return tuple(i for i in range(layers) if (i + 1) % period)
+    period = _period(values, architecture)
+    whole = 0 if architecture.window_rule == families.BUT_FIRST else period - 1  # of each period the layer without a window
+    return tuple(i for i in range(layers) if i % period != whole)
+
+
+def _period(values: Values, architecture: Architecture) -> int:
+    """The number of layers of which one attends to everything."""
+    given = values.raw.get("sliding_window_pattern")
+    if isinstance(given, str):  # such as LLLG, a letter for each of them
+        if not given:
+            raise values.error("sliding_window_pattern is empty, should be a whole number or letters such as LLLG")
+        return len(given)
+    return values.number("sliding_window_pattern", architecture.period)

@@ -67,7 +67,7 @@ def choose(model: LlamaConfig, dtype: str, gamma: int | None) -> tuple[str, int,
     quantspec, lookup = _quantspec(costs, gamma), costs.verification_of(gamma)
     draft = "quantspec" if quantspec < 1 else "prompt-lookup" if lookup <= 1 / SLOWEST else NONE
     drafts = f"{gamma} draft{'' if gamma == 1 else 's'} a round"
-    why = f"by costs stored for CPUs ({costs.millions:g} M parameters, {costs.dtype}, {drafts})"
+    why = f"by costs stored for CPUs, measured with a model of {costs.millions:g} M parameters in {costs.dtype} ({drafts})"
     rate = ACCEPTANCE["quantspec"].rate
     times = f"a token takes {quantspec:.3g} times as long with quantspec (acceptance ASSUMED {rate:g}) as without a draft, and {lookup:.3g}"
     return draft, 0 if draft == NONE else gamma, f"{why}: {times} times with prompt-lookup where it finds nothing"

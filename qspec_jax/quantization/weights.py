@@ -16,11 +16,11 @@ from jaxtyping import Array, Float
 from pallas_kernels.formats.quantization import pack
 from pallas_kernels.formats.rounding import accumulation_dtype, parameter_dtype, round_down, round_up
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, Weight
+from pallas_kernels.matmul.support import GROUP_SIZES
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.sharding import MODEL, divided_over, mesh_of, weight_sharding
 
-GROUP_SIZES = (128, 64, 32)
 # Shares of a group's range that are tried; what lies outside is clipped.
 CLIP_RATIOS = tuple(1 - i / 32 for i in range(17))
 REFITS = 2

@@ -17,7 +17,7 @@ from qspec_jax.checkpoints.quantized.tensor import SCALES, GroupedTensor, Parts,
 from qspec_jax.checkpoints.quantized.words import unpack, words_for
 from qspec_jax.errors import InputError
 
-PACKED, FLOAT = "pack-quantized", "float-quantized"
+PACK_QUANTIZED, FLOAT_QUANTIZED = "pack-quantized", "float-quantized"
 MIXED = "mixed-precision"  # of a checkpoint whose groups of modules have several formats
 METHOD = "compressed-tensors"
 PATTERN = "re:"  # before targets that are regular expressions
@@ -53,7 +53,7 @@ class Scheme:
 
     Attributes:
         targets: names of modules, or of their class, or regular expressions of names after re:.
-        format: `PACKED` or `FLOAT`.
+        format: `PACK_QUANTIZED` or `FLOAT_QUANTIZED`.
         bits: of a code.
         symmetric: whether there are no zero points.
         block: outputs and inputs that share a scale; -1 for all of them.
@@ -87,7 +87,7 @@ class CompressedTensors:
     def kernel_group_size(self) -> int | None:
         """See `Format`."""
         size = self.schemes[0].block[1]
-        wanted = dict(format=PACKED, bits=4, block=(1, size), ordered=False)
+        wanted = dict(format=PACK_QUANTIZED, bits=4, block=(1, size), ordered=False)
         suits = size in GROUP_SIZES and all(dataclasses.replace(scheme, **wanted) == scheme for scheme in self.schemes)
         return size if suits else None
 
@@ -96,11 +96,11 @@ class CompressedTensors:
         if parts.keys() <= {"weight"} and (not parts or parts["weight"].dtype != E4M3):
             return None
         scheme = self._scheme(module)
-        codes = "weight" if scheme.format == FLOAT else "weight_packed"
+        codes = "weight" if scheme.format == FLOAT_QUANTIZED else "weight_packed"
         needed(module, codes, parts, next(iter(parts)))
         needed(module, "weight_scale", parts, codes)
         outputs, inputs = (whole if size == -1 else size for size, whole in zip(scheme.block, shape))
-        if scheme.format == FLOAT:
+        if scheme.format == FLOAT_QUANTIZED:
             return fp8_tensor(module, shape, {name: parts[name] for name in ("weight", "weight_scale")}, "weight_scale", (outputs, inputs))
         return self._packed(module, shape, parts, scheme, inputs)
 
@@ -136,7 +136,7 @@ def compressed_tensors(settings: Settings) -> CompressedTensors:
         inner = settings.within(name)
         if inner and (inner.raw.get("config_groups") or inner.raw.get("format", "dense") != "dense"):
             raise settings.refused(f"{hint} ({name}) of the {METHOD} quantization are not supported")
-    settings.choice("format", (None, PACKED, FLOAT, MIXED))
+    settings.choice("format", (None, PACK_QUANTIZED, FLOAT_QUANTIZED, MIXED))
     groups = settings.within("config_groups")
     if groups is None or not groups.raw:
         raise settings.refused(f"config_groups of the {METHOD} quantization is missing")
@@ -149,7 +149,7 @@ def _scheme(settings: Settings, name: str, group: Settings | None) -> Scheme:
     if group is None or weights is None:
         raise settings.refused(f"{name} of the {METHOD} quantization has no weights")
     raw: Mapping = group.raw if group.raw.get("format") is not None else settings.raw
-    kind = Settings(raw, settings.source, METHOD).choice("format", (PACKED, FLOAT))
+    kind = Settings(raw, settings.source, METHOD).choice("format", (PACK_QUANTIZED, FLOAT_QUANTIZED))
     targets = group.raw.get("targets")
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise settings.refused(f"targets of {name} of the {METHOD} quantization are {targets!r}, should be a list of names")
@@ -158,7 +158,7 @@ def _scheme(settings: Settings, name: str, group: Settings | None) -> Scheme:
             re.compile(pattern)
         except re.error as error:
             raise settings.refused(f"a target of {name} of the {METHOD} quantization, {pattern!r}, is no pattern: {error}") from None
-    is_float = kind == FLOAT
+    is_float = kind == FLOAT_QUANTIZED
     weights.choice("type", ("float",) if is_float else ("int",))
     bits = weights.number("num_bits", allowed=(8,) if is_float else (4, 8))
     symmetric = weights.raw.get("symmetric", True) is True

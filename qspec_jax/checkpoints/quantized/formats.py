@@ -15,7 +15,7 @@ from qspec_jax.checkpoints.quantized.tensor import Format
 from qspec_jax.errors import InputError
 from qspec_jax.files import read_json
 
-KEY = "quantization_config"
+CONFIG_KEY = "quantization_config"
 _INNER = "text_config"  # the settings of the text model of a multimodal one
 BESIDE = "quantize_config.json"  # settings of GPTQ; config.json has precedence
 _FORMATS: Mapping[str, tuple[str, Callable[[Settings], Format]]] = {
@@ -29,9 +29,9 @@ _FORMATS: Mapping[str, tuple[str, Callable[[Settings], Format]]] = {
 
 def without_quantization(raw: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json without its settings of quantized weights."""
-    plain = {key: value for key, value in raw.items() if key != KEY}
+    plain = {key: value for key, value in raw.items() if key != CONFIG_KEY}
     if isinstance(inner := plain.get(_INNER), Mapping):
-        plain[_INNER] = {key: value for key, value in inner.items() if key != KEY}
+        plain[_INNER] = {key: value for key, value in inner.items() if key != CONFIG_KEY}
     return plain
 
 
@@ -50,14 +50,14 @@ def quantized_format(directory: Path, raw: Mapping[str, Any]) -> Format | None:
     """
     config, beside = directory / "config.json", directory / BESIDE
     inner = raw.get(_INNER)
-    given = raw.get(KEY) or (inner.get(KEY) if isinstance(inner, Mapping) else None)
+    given = raw.get(CONFIG_KEY) or (inner.get(CONFIG_KEY) if isinstance(inner, Mapping) else None)
     if not given and not beside.is_file():
         return None
     source = str(config) if given else str(beside)
     if not given:
         given = {"quant_method": "gptq"} | read_json(beside)
     if not isinstance(given, Mapping):
-        raise InputError(f"{config}: {KEY} is {json.dumps(given)}, should be an object")
+        raise InputError(f"{config}: {CONFIG_KEY} is {json.dumps(given)}, should be an object")
     method = given.get("quant_method")
     if method == "gptq" and beside.is_file():
         given = read_json(beside) | {key: value for key, value in given.items() if value is not None}

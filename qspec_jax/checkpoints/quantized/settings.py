@@ -1,9 +1,9 @@
-"""Reads the settings that config.json has of a quantized checkpoint; every error names the file."""
+"""Reads the settings that config.json has of a quantized checkpoint; every error names the file and the values that are right."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from qspec_jax.errors import InputError, flat
+from qspec_jax.errors import InputError, either, flat
 
 
 class Settings:
@@ -23,12 +23,12 @@ class Settings:
         return InputError(f"{self.source}: {flat(what)}")
 
     def number(self, *names: str, allowed: tuple[int, ...] | None = None) -> int:
-        """A whole number above 0, or -1, under the first of its names that is there; one of the allowed ones."""
+        """A whole number above 0, or -1 for all, under the first of its names that is there; one of the allowed ones."""
         name = next((name for name in names if self.raw.get(name) is not None), names[0])
         value = self.raw.get(name)
         good = isinstance(value, int) and not isinstance(value, bool) and (value > 0 or value == -1)
         if not good or (allowed and value not in allowed):
-            wanted = "a whole number" if allowed is None else " or ".join(map(str, allowed))
+            wanted = "a whole number above 0, or -1 for all" if allowed is None else either(allowed)
             raise self.refused(f"{name} of the {self.method} quantization is {value!r}, should be {wanted}")
         return value
 

@@ -11,9 +11,10 @@ import numpy as np
 
 from pallas_kernels.formats.weights import Int4Weight
 from qspec_jax.checkpoints.safetensors_file import FLOATS, Tensor
-from qspec_jax.errors import InputError
+from qspec_jax.errors import InputError, either
 
-DEQUANTIZED = 1 << 21  # numbers dequantized at a time
+PART = 1 << 21  # numbers dequantized at a time
+SCALES = tuple(kind for kind in FLOATS if kind != "F64")  # dtypes of scales
 Parts = Mapping[str, Tensor]
 Dequantize = Callable[[int, int], np.ndarray]
 
@@ -87,7 +88,7 @@ class QuantizedTensor(abc.ABC):
         whole = (rows, self.shape[1])
         out = np.empty(whole, np.float32) if memory is None else memory.view(np.float32).reshape(whole)
         dequantize = self.load(first, rows)
-        step = max(1, DEQUANTIZED // self.shape[1])
+        step = max(1, PART // self.shape[1])
         for start in range(0, rows, step):
             stop = min(rows, start + step)
             out[start:stop] = dequantize(start, stop)
@@ -206,14 +207,12 @@ def check_tensor(module: str, suffix: str, parts: Parts, dtypes: tuple[str, ...]
     """Raises InputError unless a tensor has one of the dtypes and one of the shapes."""
     tensor = parts[suffix]
     if tensor.dtype not in dtypes:
-        raise wrong(module, suffix, parts, f"has dtype {tensor.dtype}, should be {' or '.join(dtypes)}")
+        raise wrong(module, suffix, parts, f"has dtype {tensor.dtype}, should be {either(dtypes)}")
     if tensor.shape not in shapes:
-        raise wrong(module, suffix, parts, f"has shape {list(tensor.shape)}, should be {' or '.join(str(list(shape)) for shape in shapes)}")
+        asked = f"should be {either(map(list, shapes))} by the model's sizes and the settings of its quantization"
+        raise wrong(module, suffix, parts, f"has shape {list(tensor.shape)}, {asked}")
 
 
 def wrong(module: str, suffix: str, parts: Parts, what: str) -> InputError:
     """The error that something is wrong with a tensor of a quantized weight."""
     return InputError(f"{parts[suffix].file}: {module}.{suffix} {what}")
-
-
-SCALES = tuple(kind for kind in FLOATS if kind != "F64")  # dtypes of scales
