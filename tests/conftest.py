@@ -1,6 +1,7 @@
 """Running the command line within a test, and a model for it."""
 
 import gc
+import importlib.util
 import json
 import os
 import signal
@@ -23,11 +24,17 @@ from qspec_jax.decoding.compiled import Compiled
 def pytest_configure(config):
     sharing.begin(config)
     gc.set_threshold(50_000, 20, 100)  # JAX traces into so many small objects that looking for cycles among them took a seventh of the time
+    flags = []
     # On a CPU these older emitters of XLA compile in two thirds of the time. A program in one piece takes less again than in pieces for
     # several threads, of which each compiles the same helpers again. Newer XLA has not all these flags, and ends a process over others.
     if jax.__version_info__ < (0, 11):
-        flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+        flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
+    # On a GPU, trying several kernels for each operation takes two thirds and more of the time to compile. Asking JAX for its devices would
+    # fix the flags before they are set.
+    if any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+        flags.append("--xla_gpu_autotune_level=0")
+    if flags:  # the last one counts where a flag is set twice
+        os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background jobs; what tests start would ignore it too
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -70,7 +70,8 @@ def prepared(
     gamma = config.num_speculative_tokens if config.speculative else 0
     sizes = dict(gamma=gamma, prompt_tokens=longest, max_new_tokens=config.max_new_tokens)
     engine = Engine(model, draft, cache=config.cache_config, **sizes)
-    sampler, limits = make_sampler(config), limits or make_limits(model, *[config] * len(prompts))
+    configs = [config] * len(prompts)
+    sampler, limits = make_sampler(*configs), limits or make_limits(model, *configs)
     keys = prompt_keys(jax.random.key(0), len(prompts)) if keys is None else keys
     return engine.prefill(prompts, sampler, keys, limits), lambda state: engine.rounds(state, sampler, limits, 1), limits
 

@@ -55,8 +55,15 @@ def two_levels(middle: str, small: str) -> TriForceDraft:
 NO_STATE = ((), ())
 
 
-@pytest.mark.parametrize("options", SAMPLERS, ids=str)
-@pytest.mark.parametrize(("middle", "small"), [("another table", "uniform"), ("the target", "another table"), ("uniform", "the target")])
+@pytest.mark.parametrize(
+    ("options", "middle", "small"),
+    [
+        *((options, "another table", "uniform") for options in SAMPLERS),
+        (SAMPLERS[2], "the target", "another table"),
+        (SAMPLERS[3], "uniform", "the target"),
+    ],
+    ids=str,
+)
 def test_two_levels_have_the_targets_distribution(options, middle, small):
     p = filtered(TABLE, **options)
     sampler = make_sampler(GenerationConfig(**options))
@@ -228,7 +235,11 @@ def small(tmp_path_factory):
         ("sparse:budget=0.2,min_groups=2,newest=0.25,memory=0.6,heads=by-mass", ALL),
         ("chunk-means:budget=0.2,chunk=2,rebuild=5,dense_layers=0", ALL),
         ("retrieval:budget=44,chunk=2,rebuild=5,least_accepted=0.3,generated=7", ALL),
-        ("triforce:model={directory},gamma1=2,sinks=2,window=9,middle=(retrieval:budget=44,chunk=2,rebuild=5)", ALL),
+        pytest.param(
+            "triforce:model={directory},gamma1=2,sinks=2,window=9,middle=(retrieval:budget=44,chunk=2,rebuild=5)",
+            ALL,
+            marks=pytest.mark.system,
+        ),
         ("triforce:model={directory},gamma1=3,sinks=2,window=9,middle=(sparse:budget=0.2,min_groups=2)", {}),
         (f"{SECOND},reads=window,sinks=2,window=9", ALL),
         (f"combine:prompt-lookup+{SECOND}", ALL),
@@ -236,6 +247,7 @@ def small(tmp_path_factory):
     ids=str,
 )
 def test_rows_replaced_in_a_running_batch_are_as_alone(text, settings, model, small):
+    """Or as beside a copy of itself: one row would have a program of its own, and two have that of the batch."""
     config = dataclasses.replace(CONFIG, **settings)
     draft = make_draft(text.format(directory=small), model)
     keys = prompt_keys(jax.random.key(3), 5)
@@ -244,11 +256,11 @@ def test_rows_replaced_in_a_running_batch_are_as_alone(text, settings, model, sm
     requests = [Request(prompt, dataclasses.replace(config, max_new_tokens=n), key) for prompt, n, key in zip(prompts, new, keys)]
     together = {result.index: result.token_ids for result in run_batch(model, with_draft(requests, draft), batch_size=2)}
     for i, (request, prompt) in enumerate(zip(requests, prompts)):
-        alone = run_rounds(model, [prompt], request.config, draft=draft, keys=keys[i : i + 1])
-        assert together[i] == alone.tokens[0] and len(together[i]) == new[i]
+        copies = run_rounds(model, [prompt] * 2, request.config, draft=draft, keys=keys[jnp.array([i, i])])
+        assert [together[i]] * 2 == copies.tokens and len(together[i]) == new[i]
         if "temperature" not in settings:
             target = dataclasses.replace(CONFIG, draft="none", cache="int8", max_new_tokens=new[i])
-            assert alone.tokens == run_rounds(model, [prompt], target).tokens
+            assert copies.tokens == run_rounds(model, [prompt] * 2, target).tokens
 
 
 # Drafts by name ----------------------------------------------------------------------------------------------------------
