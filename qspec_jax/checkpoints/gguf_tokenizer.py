@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qspec_jax.checkpoints.gguf_file import GgufFile, read_gguf
+from qspec_jax.checkpoints.text_ends import post_processor
 from qspec_jax.errors import InputError, flat, warn_once
 
 log = logging.getLogger(__name__)
@@ -196,13 +197,9 @@ class _Reader:
 
     def add_ends(self, made: Any, bos: bool) -> None:
         """Makes texts begin with BOS and end with EOS as the metadata says. bos: where it does not say."""
-        from tokenizers import processors
-
         asked = {"bos": self.flag("add_bos_token", bos), "eos": self.flag("add_eos_token", False)}
         tokens = {key: self.named(key) for key, add in asked.items() if add and self.named(key) is not None}
         if not tokens:
             return
         before, after = ([tokens[key]] if key in tokens else [] for key in asked)
-        single, second = ([*(f"{t}:{i}" for t in before), f"${'AB'[i]}:{i}", *(f"{t}:{i}" for t in after)] for i in (0, 1))
-        ids = [(token, self.vocabulary[token]) for token in dict.fromkeys(tokens.values())]
-        made.post_processor = processors.TemplateProcessing(single=single, pair=[*single, *second], special_tokens=ids)
+        made.post_processor = post_processor(before, after, self.vocabulary.__getitem__)

@@ -16,6 +16,7 @@ from qspec_jax.checkpoints.gguf_file import is_gguf
 from qspec_jax.checkpoints.gguf_source import gguf_tokenizer_files
 from qspec_jax.checkpoints.gguf_tokenizer import TOKENS, has_gguf_tokenizer
 from qspec_jax.checkpoints.hub import TEMPLATES, local
+from qspec_jax.checkpoints.text_ends import post_processor
 from qspec_jax.errors import InputError, reading, with_type
 from qspec_jax.files import read_json, refuse_pointer
 
@@ -216,8 +217,6 @@ def _follow_file(tokenizer: Any, file: Path, config: dict[str, Any]) -> None:
 
 def _post_processor(own: Any, tokenizer: Any, config: dict[str, Any]) -> Any:
     """The file's post-processor, or one that adds BOS and EOS as tokenizer_config.json says explicitly."""
-    from tokenizers.processors import TemplateProcessing
-
     bare, whole = (own.encode("a", add_special_tokens=special).ids for special in (False, True))
     at = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
     has = {"add_bos_token": whole[:at], "add_eos_token": whole[at + len(bare) :]}
@@ -227,9 +226,7 @@ def _post_processor(own: Any, tokenizer: Any, config: dict[str, Any]) -> Any:
     if has | asked == has:
         return own.post_processor
     before, after = ([own.id_to_token(index) for index in (has | asked)[name]] for name in has)
-    specials = [(token, own.token_to_id(token)) for token in dict.fromkeys([*before, *after])]
-    single, second = ([*(f"{t}:{i}" for t in before), f"${'AB'[i]}:{i}", *(f"{t}:{i}" for t in after)] for i in (0, 1))
-    return TemplateProcessing(single=single, pair=[*single, *second], special_tokens=specials)
+    return post_processor(before, after, own.token_to_id)
 
 
 def _legacy_template(path: Path) -> Any:
