@@ -38,8 +38,8 @@ TASKS = ("qspec_choices", "qspec_last")
 QUESTION = "What is gravity? Answer in one sentence."
 
 
-# Programs that run for seconds: the passes that this leaves out take a fifth of the time of compiling, and save nothing that shows.
-QUICK_COMPILE = "--xla_llvm_disable_expensive_passes=true"
+# Each program runs for seconds: at this level of optimization it runs as fast as at the default one, and compiling takes a quarter less.
+QUICK_COMPILE = "--xla_backend_optimization_level=1"
 
 
 def qspec(folder: Path, *arguments: object) -> dict[str, Any]:
