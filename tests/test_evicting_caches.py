@@ -126,7 +126,7 @@ def test_tokens_and_scores_are_the_rule_s(cache):
     """Past several evictions: with drafts that are rolled back, one at a time in slots that are refilled, and of text fed a block at a
     time."""
     with jax.enable_x64(True):
-        model = random_model("float64")
+        model = random_model("float64", num_hidden_layers=1)
         expected, scores = zip(*(predicted(model, prompt, cache) for prompt in PROMPTS))
         run = run_rounds(model, PROMPTS, over(cache, gamma=3))
         assert run.tokens == list(expected) and 0 < run.rounds[-1].accepted.sum() < run.rounds[-1].drafted.sum()
@@ -155,21 +155,21 @@ def test_a_prompt_s_last_queries_count(size):
 @pytest.mark.parametrize("cache", ["streaming-llm:sinks=0,window=90", "h2o:heavy=90,recent=5"])
 def test_a_window_as_long_as_the_text_is_the_full_cache(cache):
     with jax.enable_x64(True):
-        model = random_model("float64")
+        model = random_model("float64", num_hidden_layers=1)
         assert run_rounds(model, PROMPTS, over(cache, gamma=3)).tokens == run_rounds(model, PROMPTS, over("full")).tokens
 
 
 @pytest.mark.parametrize("cache", EVICTING)
 def test_what_is_rolled_back_evicts_nothing(cache):
     with jax.enable_x64(True):
-        model = random_model("float64")
+        model = random_model("float64", num_hidden_layers=1)
         state, *_ = prepared(model, PROMPTS, over(cache, gamma=3), draft=make_draft("quantspec", model))
         held, none = state.cache, jnp.zeros(3, jnp.int32)
-        next_logits = lambda cache: np.asarray(model(jnp.full((3, 1), 5), cache.lengths.total[:, None], cache)[0])
+        one_pass = jax.jit(lambda cache, tokens: model(tokens, cache.lengths.total[:, None] + jnp.arange(tokens.shape[1]), cache))
+        next_logits = lambda cache: np.asarray(one_pass(cache, jnp.full((3, 1), 5))[0])
         rejected = held
         for _ in range(2):
-            wrong = jnp.array([[7, 8, 9, 10]] * 3)
-            _, longer = model(wrong, rejected.lengths.total[:, None] + jnp.arange(4), rejected)
+            _, longer = one_pass(rejected, jnp.array([[7, 8, 9, 10]] * 3))
             rejected, _ = longer.commit(rejected.lengths, none, wait_for=[])
         np.testing.assert_array_equal(next_logits(rejected), next_logits(held))
         if cache == H2O:

@@ -12,6 +12,7 @@ from runs import random_model, random_prompts
 from qspec_jax import host
 from qspec_jax.caches.host_memory import in_host
 from qspec_jax.checkpoints.loading import load_model
+from qspec_jax.decoding import reading
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.reading import extend, prefill
@@ -30,8 +31,9 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 
 @pytest.fixture(scope="module")
-def model():
-    return random_model("float64")
+def shallow():
+    """One layer compiles in half the time."""
+    return random_model("float64", num_hidden_layers=1)
 
 
 def config(cache, draft="none", **changes) -> GenerationConfig:
@@ -41,22 +43,24 @@ def config(cache, draft="none", **changes) -> GenerationConfig:
 
 
 @pytest.mark.parametrize(
-    "fetch", ["checked", "now", *(pytest.param(fetch, marks=pytest.mark.system) for fetch in ("ahead", "checked,host=store"))]
+    "fetch", ["checked", *(pytest.param(fetch, marks=pytest.mark.system) for fetch in ("now", "ahead", "checked,host=store"))]
 )
-def test_what_is_fetched_goes_on(model, fetch, tmp_path):
+def test_what_is_fetched_goes_on(shallow, fetch, tmp_path, monkeypatch):
     """Little is fetched, so that every token depends on the guess before it; over flushes, in pieces, in batches and through a file."""
-    settings = config(f"{SPECACHE},fetch={fetch}", ignore_eos=True, max_new_tokens=30)
+    model, settings = shallow, config(f"{SPECACHE},fetch={fetch}", ignore_eos=True, max_new_tokens=30)
     prompt, text = TEXT[:45], TEXT[45:95]
     on_device = config(f"{SPECACHE},fetch={fetch.partition(',')[0]}").cache_config
     expected = token_logprobs(model, [prompt], [text], on_device)[0]
-    state = prefill(model, prompt, config=settings, room=10)  # which grows
-    pieces = [state]
-    for begin, end in ((0, 1), (1, 20), (20, 21), (21, 38)):
+    monkeypatch.setattr(reading, "ROOM", 97)
+    state = prefill(model, prompt, config=settings, room=128)
+    pieces = [prefill(model, prompt, config=settings, room=10)]  # which grows to the same sizes, so that programs are shared
+    for begin, end in ((0, 20), (20, 21), (21, 38)):
         pieces.append(extend(pieces[-1], text[begin:end]))
-    for after, read in zip(pieces, (0, 1, 20, 21, 38), strict=True):
+    assert pieces[0].room != pieces[1].room == state.room
+    for after, read in zip([state, *pieces[1:]], (0, 20, 21, 38), strict=True):
         [found] = score(after, [text[read:]])
         np.testing.assert_allclose(found.logprobs, expected[read:], atol=1e-11)
-    straight = generate(model, [prompt], config=settings).token_ids[0]
+    straight = generate(model, state, config=settings).token_ids[0]
     first = generate(model, state, config=dataclasses.replace(settings, max_new_tokens=7))
     assert first.token_ids[0] == straight[:7]
     assert generate(model, extend(state, straight[:7]), config=settings).token_ids[0][:23] == straight[7:]
@@ -74,9 +78,9 @@ def test_what_is_fetched_goes_on(model, fetch, tmp_path):
     if "now" not in fetch:
         with pytest.raises(InputError, match="cache specache forgets what it held before"):
             state.trim(44)
-    save_state(pieces[2], tmp_path / "state")
+    save_state(pieces[1], tmp_path / "state")
     loaded = load_state(tmp_path / "state", model)
-    assert generate(model, loaded, config=settings).token_ids == generate(model, pieces[2], config=settings).token_ids
+    assert generate(model, loaded, config=settings).token_ids == generate(model, pieces[1], config=settings).token_ids
     with pytest.raises(InputError, match=r"another cache \(specache:.*k=3.*, here specache:.*k=4"):
         load_state(tmp_path / "state", model, config=dataclasses.replace(settings, cache=settings.cache.replace("k=3", "k=4")))
 
@@ -90,32 +94,38 @@ def test_what_is_fetched_goes_on(model, fetch, tmp_path):
         pytest.param("full:host=all", "none", marks=pytest.mark.system),
     ],
 )
-def test_states_in_host_memory_are_those_on_the_device(model, cache, draft, tmp_path, monkeypatch):
-    there, here = config(cache, draft), config(cache.partition(":")[0], draft)
+def test_states_in_host_memory_are_those_on_the_device(shallow, cache, draft, tmp_path, monkeypatch):
+    model = random_model("float64") if "resident" in cache else shallow  # of two layers one is resident
+    there, here = (config(each, draft, temperature=1.0, ignore_eos=True) for each in (cache, cache.partition(":")[0]))
+    monkeypatch.setattr(reading, "ROOM", 64)
     found = []
     for settings in (there, here):
-        state = extend(prefill(model, TEXT[:60], config=settings, room=10), TEXT[60:120])
-        both = generate(model, [*state.fork(2)], config=settings)
+        start = prefill(model, TEXT[:60], config=settings, room=20)
+        if (pool := start.reader.pool) is not None:
+            pool.make_room(80)  # at once: programs are compiled for its size
+        state = extend(start, TEXT[60:100])
+        both = generate(model, [*state.fork(2)], config=settings, key=jax.random.key(0))
         save_state(both.states[1], tmp_path / "state")
         loaded = load_state(tmp_path / "state", model, config=settings)
-        again = generate(model, loaded, config=settings)
-        samples = generate(
-            model, [TEXT[:50]], config=dataclasses.replace(settings, num_return_sequences=2, temperature=1.0), key=jax.random.key(1)
-        )
+        again = generate(model, [*loaded.fork(2)], config=dataclasses.replace(settings, max_new_tokens=8), key=jax.random.key(2))
+        samples = generate(model, [TEXT[:50]], config=dataclasses.replace(settings, num_return_sequences=2), key=jax.random.key(1))
+        longer = extend(again.states[0], TEXT[120:130])
+        assert state.room.text < len(longer) < longer.room.text
         found.append([both.token_ids, both.stats.rows, again.token_ids, again.stats.rows, samples.token_ids])
         scores = score(state, [TEXT[120:130]])[0].logprobs
-        np.testing.assert_allclose(scores, found[0][5] if settings is here else scores, atol=1e-12)
-        found[-1].append(scores)
+        found[-1] += [scores, longer.logits]
         if settings is there:
-            for each in (state, both.states[0], loaded, again.states[0]):
+            for each in (state, both.states[0], loaded, again.states[0], longer):
                 assert any(map(in_host, jax.tree.leaves(each.cache))), "a part is in host memory"
                 assert not all(map(in_host, jax.tree.leaves(each.cache.layers))) or cache == "full:host=all"
+    for far, near in zip(found[0][5:], found[1][5:], strict=True):
+        np.testing.assert_allclose(far, near, atol=1e-12)
     assert found[0][:5] == found[1][:5]
-    state = prefill(model, TEXT[:60], config=there)
+    state = prefill(model, TEXT[:60], config=there, room=20)
     monkeypatch.setattr(host, "room_bytes", lambda pooled: state.cache.num_host_bytes)
     extend(state, [1])
     with pytest.raises(HostMemoryError, match="host memory for these prompts"):
-        generate(model, state.fork(2), config=there)
+        generate(model, state.fork(2), config=there, key=jax.random.key(0))
 
 
 @pytest.mark.system
