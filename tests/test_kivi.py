@@ -87,6 +87,9 @@ def test_a_group_that_is_not_finite_reads_as_nan_alone():
     np.testing.assert_array_equal(constant.dequantized(jnp.float32), 3)
 
 
+attend = jax.jit(decode_attention)  # or each operation would be compiled by itself
+
+
 @pytest.mark.parametrize("size", [24, 2400])  # a part of a chunk, and several chunks of which the last is pulled back
 def test_attention_reads_what_is_stored(size):
     with jax.enable_x64(True):
@@ -96,7 +99,7 @@ def test_attention_reads_what_is_stored(size):
             for x, tokens, channels in ((keys, 24, 1), (values, 1, 8))
         ]
         buffer, lengths = FullLayer(keys[:, :, :9], values[:, :, :9]), Lengths(jnp.array([24, size]), jnp.array([9, 5]))
-        found, _ = decode_attention(q, TokenCodesLayer(*coded, buffer), lengths, BOTH_PLANES)
+        found, _ = attend(q, TokenCodesLayer(*coded, buffer), lengths, BOTH_PLANES)
         for row in range(2):
             quantized, recent = int(lengths.quantized[row]), int(lengths.buffered[row])
             whole = [
@@ -104,14 +107,14 @@ def test_attention_reads_what_is_stored(size):
                 for codes, x in zip(coded, (buffer.keys, buffer.values))
             ]
             layer = FullLayer(*(x[None] for x in whole))
-            expected, _ = decode_attention(q[row][None], layer, Lengths(jnp.zeros(1, int), jnp.array([quantized + recent])), FULL_PRECISION)
+            expected, _ = attend(q[row][None], layer, Lengths(jnp.zeros(1, int), jnp.array([quantized + recent])), FULL_PRECISION)
             np.testing.assert_allclose(found[row], expected[0], atol=1e-12)
 
 
 def test_a_draft_emits_the_target_s_own_tokens():
     """Across flushes, at all places of a group; the schedule is that of a row's length alone."""
     with jax.enable_x64(True):
-        model, prompts = random_model("float64"), random_prompts([1, 7, 8, 15, 16, 33])
+        model, prompts = random_model("float64", num_hidden_layers=1), random_prompts([1, 7, 8, 15, 16, 33])
         alone = run_rounds(model, prompts, dataclasses.replace(KIVI, draft="none", num_speculative_tokens=0))
         drafted = run_rounds(model, prompts, dataclasses.replace(KIVI, draft="quantspec"))
         assert drafted.tokens == alone.tokens
@@ -125,7 +128,7 @@ def test_a_draft_emits_the_target_s_own_tokens():
 
 def test_single_tokens_and_other_rows():
     """`tokens` gives what attention reads; and a row that takes another's place is as it was."""
-    model, prompts = random_model("float32"), random_prompts([41, 20])
+    model, prompts = random_model("float32", num_hidden_layers=1), random_prompts([41, 20])
     requests = [
         Request(prompt, dataclasses.replace(KIVI, draft="none", num_speculative_tokens=0), jax.random.key(0)) for prompt in prompts * 2
     ]
@@ -137,8 +140,8 @@ def test_single_tokens_and_other_rows():
     assert isinstance(empty, KiviCache) and empty.schedule.flush_size == 8
     keys, values = numbers(1, 2, 64, 16, dtype=jnp.float32), numbers(1, 2, 64, 16, dtype=jnp.float32)[..., ::-1]
     n = jnp.array([30])
-    cache = empty.filled(tuple(empty.fill(i, keys, values, n) for i in range(2)), n)
-    read = cache.tokens(0, jnp.arange(30)[None, None])
+    cache = jax.jit(lambda: empty.filled((empty.fill(0, keys, values, n),), n))()
+    read = jax.jit(lambda: cache.tokens(0, jnp.arange(30)[None, None]))()
     layer = cache.layers[0]
     for found, codes, whole in zip(read, (layer.keys, layer.values), (keys, values)):
         quantized = int(cache.lengths.quantized[0])
@@ -150,22 +153,20 @@ def test_single_tokens_and_other_rows():
 def test_a_flush_writes_what_prefill_would():
     """Rows of different lengths, over three flushes, in which now one row is due and now another."""
     r, config = np.random.default_rng(0), CacheConfig.parse("kivi:bits=2,residual=8", 4)
-    model = random_model("float32")
-    keys, values = (jnp.asarray(r.standard_normal((2, 2, 64, 16)), jnp.float32) for _ in range(2))
+    model = random_model("float32", num_hidden_layers=1)
+    keys, values = (r.standard_normal((2, 2, 64, 16)).astype(np.float32) for _ in range(2))
     make = lambda: config.empty(model.config, batch=2, capacity=64, num_speculative_tokens=2, dtype=jnp.float32)
-    filled = lambda n: (empty := make()).filled(tuple(empty.fill(i, keys, values, n) for i in range(2)), n)
+    filled = jax.jit(lambda n: (empty := make()).filled((empty.fill(0, keys, values, n),), n))
+
+    @jax.jit
+    def with_tokens(cache, *new):
+        (layer,) = cache.layers
+        layer = dataclasses.replace(layer, buffer=layer.buffer.append(*new, cache.lengths.buffered))
+        return cache.advance((layer,), 1).flush()[0]
+
     cache, n = filled(jnp.array([13, 17])), np.array([13, 17])
     for _ in range(24):
-        new = tuple(
-            dataclasses.replace(
-                layer,
-                buffer=layer.buffer.append(
-                    *(jnp.stack([x[row, :, n[row]] for row in range(2)])[:, None] for x in (keys, values)), cache.lengths.buffered
-                ),
-            )
-            for layer in cache.layers
-        )
-        cache, _ = cache.advance(new, 1).flush()
+        cache = with_tokens(cache, *(np.stack([x[row, :, n[row]] for row in range(2)])[:, None] for x in (keys, values)))
         n = n + 1
     expected = filled(jnp.asarray(n))
     np.testing.assert_array_equal(cache.lengths.quantized, expected.lengths.quantized)

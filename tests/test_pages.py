@@ -133,13 +133,10 @@ class Small(PagePool):
         super().__init__(1 + max(1, (size - 1) // 2))
 
 
-@pytest.fixture(scope="module")
-def model(directory):
-    return load_model(directory)
+ORDER = np.random.default_rng(2).permutation(9)
 
 
 def test_results_do_not_depend_on_pages_slots_and_neighbours(directory, monkeypatch):
-    order = np.random.default_rng(2).permutation(9)
     alike = lambda results, places: [dataclasses.replace(result, index=0) for result in (results[i] for i in places)]
     with jax.enable_x64(True):
         model = load_model(directory, dtype="float64")
@@ -149,11 +146,11 @@ def test_results_do_not_depend_on_pages_slots_and_neighbours(directory, monkeypa
             monkeypatch.setattr(slots, "PagePool", pool)
             monkeypatch.setattr(prefill_groups, "ROWS_PER_PREFILL", {"cpu": together})
             monkeypatch.setattr(slots, "REFILL_SHARE", share)  # with 2 / 3 of the rows two are prepared ahead
-            found = outcome(run_batch(model, with_draft([requests[i] for i in order], draft), batch_size=3))
-            assert alike(found, range(9)) == alike(expected, order)
+            found = outcome(run_batch(model, with_draft([requests[i] for i in ORDER], draft), batch_size=3))
+            assert alike(found, range(9)) == alike(expected, ORDER)
 
 
-def test_ragged_rows_pay_for_what_they_hold(model, monkeypatch):
+def test_ragged_rows_pay_for_what_they_hold(directory, monkeypatch):
     """The pool is as large as three rows that follow one another ever need, and not three times the longest of them."""
     made, batch_of = [], Engine.batch_of
 
@@ -163,12 +160,14 @@ def test_ragged_rows_pay_for_what_they_hold(model, monkeypatch):
         return state
 
     monkeypatch.setattr(Engine, "batch_of", seen)
-    requests, held = some_requests(9), []
-    for count in (9, 3):
-        run = run_batch(model, with_draft(requests[-count:], drafts.quantspec(model)), batch_size=3)
-        for _ in run:
-            pass
-        held.append(run.stats.held_bytes)
+    requests, held = [some_requests(9)[i] for i in ORDER], []
+    with jax.enable_x64(True):  # with the programs of the test before
+        model = load_model(directory, dtype="float64")
+        for count in (9, 3):
+            run = run_batch(model, with_draft(requests[-count:], drafts.quantspec(model)), batch_size=3)
+            for _ in run:
+                pass
+            held.append(run.stats.held_bytes)
     groups = [max(0, (len(r.tokens) + r.config.max_new_tokens) // 8 - 1) for r in requests]
     most = max(sum(groups[i : i + 3]) for i in range(7))
     assert sum(groups[-3:]) <= most < 3 * max(groups)

@@ -36,14 +36,19 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 @pytest.fixture(scope="module")
 def network():
-    return random_model("float64", vocab_size=4096)
+    """One layer compiles in half the time."""
+    return random_model("float64", vocab_size=4096, num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
 def config(network):
+    """Its states have a pool so large that it never grows: programs are compiled for its size."""
     draft = make_draft("quantspec", network)
     sizes = dict(group_size=G, num_speculative_tokens=3, max_new_tokens=6, ignore_eos=True)
-    return GenerationConfig(draft=draft, cache="int8", temperature=0.8, **sizes)
+    made = GenerationConfig(draft=draft, cache="int8", temperature=0.8, **sizes)
+    pool = prefill(network, [1, 2, 3], config=made, room=20).reader.pool
+    pool.make_room(100)
+    yield made
 
 
 @pytest.fixture(scope="module")
@@ -153,13 +158,13 @@ def test_results_depend_on_the_line_alone(network, tokenizer, config, monkeypatc
     said = [
         {"prefix": document, "prompt": ".join(path)", "n": 3},
         {"prompt": "def quick", "n": 2, "seed": 4},
-        {"prefix": other, "prompt": "\n\n"},
+        {"prefix": other, "prompt": "\n\n", "n": 2},
         {"prefix": document, "prompt": " + path", "seed": 9},
         {"prompt": "print(", "temperature": 0},
         {"prefix": other, "prompt": "", "seed": 3, "n": 2},
     ]
     lines = read(network, tokenizer, config, *said)
-    alone = [outputs(network, tokenizer, config, [line], 8)[0] for line in lines]
+    alone = [outputs(network, tokenizer, config, [line], 1)[0] for line in lines]
     read_prefixes, of_prefix = [], shared_prefixes.state_of_prefix
 
     def counted(prepared, on_compile):
@@ -172,7 +177,7 @@ def test_results_depend_on_the_line_alone(network, tokenizer, config, monkeypatc
         assert outputs(network, tokenizer, config, [lines[i] for i in order], size) == [alone[i] for i in order]
         assert len(read_prefixes) == len(set(read_prefixes)) == (3 if len(order) == 6 else 2)
     three = json.loads(alone[0])["samples"]
-    assert len({tuple(sample["token_ids"]) for sample in three}) == 3 and "samples" not in json.loads(alone[2])
+    assert len({tuple(sample["token_ids"]) for sample in three}) == 3 and "samples" not in json.loads(alone[3])
     # Sample 1 of a line is not sample 0 of another, and sample 0 is the line's without `n`.
     (bare,) = read(network, tokenizer, config, {name: value for name, value in said[0].items() if name != "n"})
     assert json.loads(outputs(network, tokenizer, config, [bare], 1)[0])["token_ids"] == three[0]["token_ids"]
@@ -183,7 +188,7 @@ def test_results_depend_on_the_line_alone(network, tokenizer, config, monkeypatc
     # The straight way.
     greedy = dataclasses.replace(config, temperature=0.0)
     (line,) = read(network, tokenizer, greedy, said[3])
-    state = extend(prefill(network, document, config=greedy, tokenizer=tokenizer), " + path", tokenizer=tokenizer)
+    state = extend(prefill(network, document, config=greedy, tokenizer=tokenizer, room=20), " + path", tokenizer=tokenizer)
     expected = generate(network, state, config=greedy, tokenizer=tokenizer).token_ids[0]
     assert json.loads(outputs(network, tokenizer, greedy, [line], 1)[0])["token_ids"] == expected
 
@@ -228,10 +233,10 @@ def test_the_first_line_with_a_prefix():
     assert first_with_prefix(b'{"prompt": "a"}') is None
 
 
-COMMAND = ["--model", demo.MODEL, "--max-new-tokens", "4", "--draft", "none", "--dtype", "float32", "--json"]
+COMMAND = ["--max-new-tokens", "4", "--draft", "none", "--dtype", "float32", "--json"]
 
 
-def test_a_run_and_its_files(run, fails, tmp_path, monkeypatch):
+def test_a_run_and_its_files(run, fails, shallow, tmp_path, monkeypatch):
     """A file belongs to the run; lines with a prefix are refused on Ray and on several devices before anything is loaded."""
     source, out, document = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "doc.txt"
     document.write_text("import os\n")
@@ -241,7 +246,7 @@ def test_a_run_and_its_files(run, fails, tmp_path, monkeypatch):
         {"prefix": {"file": "doc.txt"}, "prompt": "def "},
     ]
     source.write_text("\n".join(map(json.dumps, said)))
-    command = ["batch", str(source), str(out), *map(str, COMMAND), "--seed", "1", "--samples", "2"]
+    command = ["batch", str(source), str(out), "--model", str(shallow), *COMMAND, "--seed", "1", "--samples", "2"]
     fails(command, "line 2: the prefix file", "no.txt: cannot be read")
     fails([*command[:3], "--model", "/nowhere", "--ray", "local"], "line 1: lines with a prefix are decoded on one device, and --ray works")
     with monkeypatch.context() as patch:
@@ -275,5 +280,6 @@ def test_a_run_and_its_files(run, fails, tmp_path, monkeypatch):
     document.write_text("import os\n")
     code, said, _ = run(*command, "--on-error", "skip")
     assert json.loads(said)["done_before"] == 1 and out.read_text() == whole
-    code, said, _ = run("generate", *map(str, COMMAND[:-1]), "--prompt", "import", "--samples", "2", "--temperature", "1", "--seed", "1")
+    sampled = ["--prompt", "import", "--samples", "2", "--temperature", "1", "--seed", "1"]
+    code, said, _ = run("generate", "--model", shallow, *COMMAND[:-1], *sampled)
     assert code == 0 and said.startswith("=== sample 0 ===\n") and "=== sample 1 ===\n" in said
