@@ -12,7 +12,7 @@ SIZES = ["--question-tokens", 8, "--answer-tokens", 6, "--sample-tokens", 6, "--
 FAST = ["bench", "states", "--arch", "tiny", "--context", 300, *SIZES]
 
 
-def test_what_is_read_and_generated(monkeypatch, run):
+def test_what_is_read_and_generated(monkeypatch, run, one_layer):
     """A document is read once from a state, and for each question else; warming up is not timed."""
     batches, generated = [], []
 
@@ -44,9 +44,9 @@ def test_what_is_read_and_generated(monkeypatch, run):
     documents = [document for document, _, _ in of_states]
     assert len(set(documents)) == 3 and documents[::2] == documents[1::2] and [row[0] for row in again] == [documents[0], documents[3]]
     assert [row[1:] for row in samples[1]] == [(300, 0)] * 3
-    # 300 tokens are 3 groups of 64 and a buffer. Pages that 3 samples share count once: INT8 of 2 layers and 2 heads, and their scales.
+    # 300 tokens are 3 groups of 64 and a buffer. Pages that 3 samples share count once: INT8 of a layer and 2 heads, and their scales.
     shared, apart = (rows[states.SAMPLES, way]["kv_bytes"] for way in (states.STATE, states.AGAIN))
-    page = 2 * 2 * 2 * 64 * 64
+    page = 2 * 2 * 64 * 64
     assert 1.0 < (apart - shared) / (2 * 3 * page) < 1.2
     assert rows[states.QUESTIONS, states.STATE]["acceptance_rate"] > 0.1
 
@@ -54,7 +54,7 @@ def test_what_is_read_and_generated(monkeypatch, run):
 TASKS = (states.FIRST_TOKEN, states.QUESTIONS, states.SAMPLES)
 
 
-def test_the_table_and_the_plot(run, tmp_path, caplog):
+def test_the_table_and_the_plot(run, one_layer, tmp_path, caplog):
     flags = ["--context", 40, "--questions", 2, "--samples", 0, "--draft", "none", "--batch-size", 2, "--plot", tmp_path / "a.svg"]
     code, out, err = run(*FAST, *flags)
     assert code == 0, err

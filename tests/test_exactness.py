@@ -69,13 +69,18 @@ def _x64():
 
 @pytest.fixture(scope="module")
 def model():
-    return random_model(jnp.float64)
+    """One layer compiles in half the time."""
+    return random_model(jnp.float64, num_hidden_layers=1)
+
+
+def decoded_one_by_one(model):
+    """What one-by-one decoding with the INT8 target emits, by prompt length."""
+    return {n: run_rounds(model, random_prompts([n]), TARGET).tokens[0] for n in LENGTHS}
 
 
 @pytest.fixture(scope="module")
 def targets(model):
-    """What one-by-one decoding with the INT8 target emits, by prompt length."""
-    return {n: run_rounds(model, random_prompts([n]), TARGET).tokens[0] for n in LENGTHS}
+    return decoded_one_by_one(model)
 
 
 @pytest.fixture
@@ -129,7 +134,8 @@ def test_greedy_quantspec_is_its_target(model, targets, gamma):
     config = dataclasses.replace(QUANTSPEC, num_speculative_tokens=gamma)
     if gamma == max(GAMMAS):
         lengths, gammas = zip(*GRID)
-        rate = check_greedy(model, targets, config, quantspec(model), [lengths], gammas)
+        two_layers = random_model(jnp.float64)
+        rate = check_greedy(two_layers, decoded_one_by_one(two_layers), config, quantspec(two_layers), [lengths], gammas)
     else:  # one prompt alone with the other gammas: test_decode.py
         rate = check_greedy(model, targets, config, quantspec(model), BATCHES + ALONE * (gamma == 4))
     # Otherwise nothing was rejected, or nothing accepted, and little was tested.
@@ -150,17 +156,15 @@ def check_greedy(model, targets, config, draft, batches, gammas=None):
 
 
 @pytest.fixture(scope="module")
-def shallow():
-    """A model of one layer, which compiles in half the time, what one-by-one decoding with it emits, and drafts of other kinds."""
-    model = random_model(jnp.float64, num_hidden_layers=1)
-    targets = {n: run_rounds(model, random_prompts([n]), TARGET).tokens[0] for n in LENGTHS}
+def drafts(model):
+    """Drafts of other kinds."""
     # Logits of each token behind nothing: a toy that is right now and then.
     empty = CacheConfig("full").empty(model.config, batch=64, capacity=1, num_speculative_tokens=0, dtype=jnp.float64)
     alone, _ = jax.jit(model)(jnp.arange(64)[:, None], jnp.zeros((64, 1), jnp.int32), empty)
     noise = jax.random.normal(jax.random.key(0), (2, 64, 64)) * alone.std() / 4
     small, middle = (Markov(alone[:, 0] + more) for more in noise)
     second = ViewedModel(quantize_linears(model), BOTH_PLANES)
-    drafts = {text: make_draft(text, model) for text in OTHERS} | {
+    return {text: make_draft(text, model) for text in OTHERS} | {
         "two levels": TriForceDraft(MarkovDraft(small), MarkovSteps(middle)),
         "triforce": TriForceDraft(SmallModelDraft(second, 2, G), make_draft("retrieval:budget=44,chunk=2,rebuild=9", model)),
         "small model": SmallModelDraft(second),
@@ -168,22 +172,27 @@ def shallow():
         "a lookup or a window": CombinedDraft(make_draft("prompt-lookup:longest=2,shortest=2", model), SmallModelDraft(second, 2, G)),
         "a lookup or sparse": make_draft("combine:(prompt-lookup:longest=3,shortest=3)+(sparse:budget=0.2,min_groups=2)", model),
     }
-    return model, targets, drafts
 
 
-@pytest.mark.parametrize("kind", [*OTHERS, "two levels", "triforce", "small model", "a lookup or a window", "a lookup or sparse"])
-def test_greedy_tokens_of_other_drafts_are_the_targets(shallow, kind):
+KINDS = [*OTHERS, "two levels", "triforce", "small model", "a lookup or a window", "a lookup or sparse"]
+# Those that differ little from others are among the longer tests.
+MORE = (*(OTHERS[i] for i in (1, 6, -1)), "a lookup or sparse")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.system) if kind in MORE else kind for kind in KINDS])
+def test_greedy_tokens_of_other_drafts_are_the_targets(model, targets, drafts, kind):
     """What the targets emit alone; these drafts alone are here and in test_drafts.py."""
-    model, targets, drafts = shallow
     lengths, gammas = zip(*GRID)
     config = dataclasses.replace(QUANTSPEC, num_speculative_tokens=max(GAMMAS))
     rate = check_greedy(model, targets, config, drafts[kind], [lengths], gammas)
     assert 0.005 < rate < 0.98
 
 
-@pytest.mark.parametrize("kind", [*OTHERS[4:6], OTHERS[-2], "small model", "two levels"])
-def test_greedy_tokens_of_other_drafts_alone(shallow, kind):
-    model, targets, drafts = shallow
+@pytest.mark.parametrize(
+    "kind",
+    [OTHERS[4], "two levels", *(pytest.param(kind, marks=pytest.mark.system) for kind in (OTHERS[5], OTHERS[-2], "small model"))],
+)
+def test_greedy_tokens_of_other_drafts_alone(model, targets, drafts, kind):
     config = dataclasses.replace(QUANTSPEC, num_speculative_tokens=4)
     assert 0.005 < check_greedy(model, targets, config, drafts[kind], ALONE) < 0.98
 
@@ -208,9 +217,8 @@ class LongBlocksWithRows(LongBlocks):
 
 
 @pytest.mark.parametrize("kind", [TriForceDraft, LongBlocks, LongBlocksWithRows])
-def test_a_middle_that_reads_the_targets_cache_has_room_in_it(shallow, kind):
+def test_a_middle_that_reads_the_targets_cache_has_room_in_it(model, targets, drafts, kind):
     """Every draft is accepted; what a longer block feeds beyond the room for the round is clamped onto rows that are valid."""
-    model, targets, drafts = shallow
     draft = kind(drafts["two levels"].small, QuantSpecDraft(ViewedModel(model, BOTH_PLANES)), gamma1=8)
     config, tokens, rates = dataclasses.replace(QUANTSPEC, num_speculative_tokens=4), [], []
     for lengths in BATCHES:
@@ -220,19 +228,16 @@ def test_a_middle_that_reads_the_targets_cache_has_room_in_it(shallow, kind):
     assert (all(tokens) and all(rates)) == (kind is not LongBlocks)
 
 
-def test_what_ends_a_row_ends_it_within_a_block_of_two_levels(shallow):
+def test_what_ends_a_row_ends_it_within_a_block_of_two_levels(model, targets, drafts):
     """An EOS, and a row's own stop sequence, as any of four drafts or behind them, and at every place relative to the length cap."""
-    model, targets, drafts = shallow
     always = TriForceDraft(drafts["triforce"].small, QuantSpecDraft(ViewedModel(model, BOTH_PLANES)))  # so that blocks are long
     (n, tokens), places = max(targets.items()), set()
-    prompts, config = prompts_of([n]) * 8, dataclasses.replace(QUANTSPEC, num_speculative_tokens=4)
+    prompts, config = prompts_of([n]) * 8, dataclasses.replace(QUANTSPEC, num_speculative_tokens=4, ignore_eos=False)
+    never = next(token for token in range(64) if token not in tokens)  # so that one program has both ways to end
     for at in [i for i, token in enumerate(tokens) if token not in tokens[:i]][:12]:
         caps = np.clip(np.arange(at - 1, at + 7), 1, len(tokens))
-        stops = (
-            {"eos_token_ids": (tokens[at],), "ignore_eos": False}
-            if at % 2
-            else {"stop_token_ids": (tuple(tokens[max(0, at - 1) : at + 1]),)}
-        )
+        eos, stop = (tokens[at], (never,)) if at % 2 else (never, tuple(tokens[max(0, at - 1) : at + 1]))
+        stops = {"eos_token_ids": (eos,), "stop_token_ids": (stop,)}
         limits = make_limits(model, *[dataclasses.replace(config, max_new_tokens=int(cap), **stops) for cap in caps])
         run = run_rounds(model, prompts, config, draft=always, limits=limits)
         assert run.tokens == [tokens[: min(at + 1, cap)] for cap in caps]
@@ -263,9 +268,8 @@ def coarse_runs(model, scheme):
         yield n, config, run_rounds(model, random_prompts([n]), config, draft=draft)
 
 
-def test_a_coarse_target_is_met_too(shallow, one_bit):
-    (model, targets, _), differing = shallow, 0
-    expected = coarse_targets(model, one_bit)
+def test_a_coarse_target_is_met_too(model, targets, one_bit):
+    expected, differing = coarse_targets(model, one_bit), 0
     for n, config, run in coarse_runs(model, one_bit):
         assert run.tokens == expected[n]
         check_schedule(run, [n], config)
@@ -273,8 +277,7 @@ def test_a_coarse_target_is_met_too(shallow, one_bit):
     assert differing >= 4  # the coarse cache is coarse enough to change tokens
 
 
-def test_a_cap_one_larger_is_seen(shallow, one_bit, monkeypatch):
-    model, *_ = shallow
+def test_a_cap_one_larger_is_seen(model, one_bit, monkeypatch):
     expected = coarse_targets(model, one_bit)
     monkeypatch.setattr(Schedule, "draft_room", lambda schedule, lengths: 2 * schedule.flush_size - lengths.buffered)
     # A function of its own, since jit remembers what it has traced.
@@ -291,8 +294,7 @@ def test_a_cap_one_larger_is_seen(shallow, one_bit, monkeypatch):
     assert wrong_schedule == len(LENGTHS)
 
 
-def test_groups_of_128_and_600_new_tokens(shallow):
-    model, *_ = shallow
+def test_groups_of_128_and_600_new_tokens(model):
     config = GenerationConfig(draft="quantspec", max_new_tokens=600, group_size=128, ignore_eos=True)
     prompts = random_prompts([200, 77])
     target = generate(model, prompts, config=dataclasses.replace(config, draft="none", cache="int8"))
@@ -335,9 +337,8 @@ def test_drafting_and_rollback_leave_the_valid_cache_bitwise(model):
     assert touched  # it did draft
 
 
-def test_a_sampled_rows_tokens_depend_on_that_row_alone(shallow):
+def test_a_sampled_rows_tokens_depend_on_that_row_alone(model):
     """Greedy ones are compared in test_greedy_quantspec_is_its_target: alone and in batches they are the target's, made alone."""
-    model, *_ = shallow
     config, prompts = SAMPLED, prompts_of([9, 17, 300])
     keys = prompt_keys(jax.random.key(5), 3)
     together = run_rounds(model, prompts, config, keys=keys).tokens
@@ -349,10 +350,9 @@ def test_a_sampled_rows_tokens_depend_on_that_row_alone(shallow):
     assert run_rounds(model, prompts[:1], config, keys=keys[:1]).tokens == together[:1]
 
 
-def test_sampling_is_repeatable_and_follows_the_key(shallow):
-    model, *_ = shallow
+def test_sampling_is_repeatable_and_follows_the_key(model):
     prompts = prompts_of([9, 17, 300])
-    a, b, c = (generate(model, prompts, config=SAMPLED, key=jax.random.key(seed)).token_ids for seed in (3, 3, 4))
+    a, b, c = (run_rounds(model, prompts, SAMPLED, keys=prompt_keys(jax.random.key(seed), 3)).tokens for seed in (3, 3, 4))
     assert a == b != c
 
 

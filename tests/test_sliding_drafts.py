@@ -31,9 +31,8 @@ SHAPE = dict(
     architectures=["Gemma3ForCausalLM"],
     model_type="gemma3_text",
     hidden_activation="gelu_pytorch_tanh",
-    num_hidden_layers=3,
     sliding_window=WINDOW,
-    sliding_window_pattern=2,  # the second layer of three has none
+    sliding_window_pattern=2,  # the second of two layers has none
     rope_local_base_freq=100.0,
     query_pre_attn_scalar=16,
     tie_word_embeddings=False,  # or it repeats the last token, whatever it reads
@@ -67,17 +66,15 @@ def few(*cases):
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.system) for case in cases]
 
 
-@pytest.mark.parametrize(
-    "draft",
-    [
-        "streaming-llm:budget={},sinks=3",
-        "triforce:model={small},gamma1=4,middle=(retrieval:budget={},chunk=2,rebuild=8)",
-        *few("snapkv:budget={}", "retrieval:budget={},chunk=2,rebuild=8"),
-    ],
-)
+STREAMING = "streaming-llm:budget={},sinks=3"
+TRIFORCE = "triforce:model={small},gamma1=4,middle=(retrieval:budget={},chunk=2,rebuild=8)"
+MORE = ("snapkv:budget={}", "retrieval:budget={},chunk=2,rebuild=8")
+
+
+@pytest.mark.parametrize("draft", [STREAMING, TRIFORCE, *few(*MORE)])
 def test_a_draft_that_reads_every_token_is_the_target(model, small, expected, draft):
-    """Over a cache in full precision all of its tokens are accepted, in rows that are longer than the window or not, and with less of the
-    text not all; a state that was read in pieces goes on as the straight way does."""
+    """Over a cache in full precision all of its tokens are accepted, in rows that are longer than the window or not; a state that was read
+    in pieces goes on as the straight way does."""
     settings = config(model, draft.format(EVERYTHING, small=small), "full", num_speculative_tokens=5)
     found = generate(model, PROMPTS, config=settings)
     assert found.token_ids == expected("full")
@@ -85,18 +82,26 @@ def test_a_draft_that_reads_every_token_is_the_target(model, small, expected, dr
     state = extend(extend(prefill(model, PROMPTS[1][:9], config=settings, room=CAPACITY), PROMPTS[1][9:11]), PROMPTS[1][11:])
     warm = generate(model, state, config=settings)
     assert warm.token_ids[0] == found.token_ids[1] and warm.stats.rows[0] == found.stats.rows[1]
-    less = generate(model, PROMPTS, config=config(model, draft.format(40, small=small), "full", num_speculative_tokens=5))
-    assert less.token_ids == found.token_ids
-    assert 0 < less.stats.num_accepted_draft_tokens < less.stats.num_draft_tokens
+
+
+@pytest.mark.parametrize("draft", [STREAMING, *few(TRIFORCE, *MORE)])
+def test_with_less_of_the_text_not_all_is_accepted(model, small, expected, draft):
+    found = generate(model, PROMPTS, config=config(model, draft.format(40, small=small), "full", num_speculative_tokens=5))
+    assert found.token_ids == expected("full")
+    assert 0 < found.stats.num_accepted_draft_tokens < found.stats.num_draft_tokens
 
 
 @pytest.mark.parametrize(
     "draft",
     [
         "chunk-means:budget=8,chunk=4,rebuild=8,dense_layers=0",
-        "h2o:budget=0.3,min_groups=1",
         "snapkv:budget=40",
-        *few("retrieval:budget=44,chunk=2,rebuild=8", "streaming-llm:budget=20,cache=int8", "combine:prompt-lookup+(snapkv:budget=40)"),
+        *few(
+            "h2o:budget=0.3,min_groups=1",
+            "retrieval:budget=44,chunk=2,rebuild=8",
+            "streaming-llm:budget=20,cache=int8",
+            "combine:prompt-lookup+(snapkv:budget=40)",
+        ),
     ],
 )
 def test_a_batch_whose_slots_are_refilled(model, paged, expected, draft):
@@ -123,10 +128,8 @@ def test_specache_that_fetches_every_token_is_a_full_cache(model, fetch):
     settings = config(model, "none", f"specache:bits=1,k=128,fetch={fetch},group=4,residual=16", **new)
     found, full = (generate(model, prompts, config=each).token_ids for each in (settings, config(model, "none", "full", **new)))
     assert found == full
-    codes = generate(model, prompts, config=config(model, "none", "kivi:bits=1,group=4,residual=16", **new))
-    assert codes.token_ids != full
     state = extend(prefill(model, prompts[1][:9], config=settings, room=CAPACITY), prompts[1][9:])
-    assert generate(model, state, config=settings).token_ids == generate(model, prompts[1], config=settings).token_ids
+    assert generate(model, state, config=settings).token_ids[0] == found[1]
 
 
 def test_an_emulated_quantizer_is_the_stored_format(model):
@@ -142,21 +145,21 @@ def test_an_emulated_quantizer_is_the_stored_format(model):
 def test_how_far_a_state_can_be_trimmed(model):
     """To one token less, since its rings have the window before that; a row within the window to any length."""
     settings = config(model, "none", "full")
-    state = prefill(model, PROMPTS[1], config=settings)
+    state = prefill(model, PROMPTS[1], config=settings, room=CAPACITY)
     again = extend(state.trim(29), PROMPTS[1][29:])
     np.testing.assert_allclose(again.logits, state.logits, atol=1e-12)
     with pytest.raises(
         InputError, match="a state of 30 tokens can be trimmed to 29 or more, not to 28, since layers with a sliding window"
     ):
         state.trim(28)
-    short = prefill(model, PROMPTS[1][:WINDOW], config=settings)
-    again = extend(short.trim(3), PROMPTS[1][3:WINDOW])
+    short = prefill(model, PROMPTS[1][:WINDOW], config=settings, room=CAPACITY)
+    again = extend(short.trim(4), PROMPTS[1][4:WINDOW])
     np.testing.assert_allclose(again.logits, short.logits, atol=1e-12)
 
 
 def test_a_small_model_whose_window_was_trimmed_away_reads_again(tmp_path):
     """The state of a target without windows can be trimmed to fewer tokens than the small model's rings still hold."""
-    shape = hf_config("MistralForCausalLM", max_position_embeddings=512)
+    shape = hf_config("MistralForCausalLM", max_position_embeddings=512, num_hidden_layers=1)
     small = write_checkpoint(tmp_path / "small", shape | {"sliding_window": WINDOW})
     target = load_model(write_checkpoint(tmp_path / "target", shape), dtype="float64")
     settings = config(target, f"small-model:model={small}", "full")
@@ -166,9 +169,8 @@ def test_a_small_model_whose_window_was_trimmed_away_reads_again(tmp_path):
     read = int(again.draft.own.read_so_far[0])
     fresh = prefill(target, PROMPTS[2][:read], config=settings, room=CAPACITY)
     window = jnp.arange(read - WINDOW + 1, read)[None, None]
-    for layer in range(2):
-        held, expected = (state.draft.own.cache.tokens(layer, window) for state in (again, fresh))
-        np.testing.assert_allclose(held, expected, atol=1e-5)
+    held, expected = (state.draft.own.cache.tokens(0, window) for state in (again, fresh))
+    np.testing.assert_allclose(held, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("draft", ["snapkv", "streaming-llm", "retrieval", "chunk-means", "exact-topk", "triforce:model={small}"])

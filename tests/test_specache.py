@@ -114,11 +114,10 @@ def test_several_chunks():
 def test_everything_fetched_is_the_full_cache():
     """One pass before the first round, and from then on the guess chooses."""
     with jax.enable_x64(True):
-        model = random_model("float64")
+        model = random_model("float64", num_hidden_layers=1)
         full = run_rounds(model, PROMPTS, FULL).tokens
-        for fetch in ("ahead", "checked"):
-            assert run_rounds(model, PROMPTS, specache(k=64, fetch=fetch)).tokens == full
-        assert run_rounds(model, PROMPTS, specache(k=64, fetch="now")).tokens == full
+        for fetch in ("ahead", "checked", "now"):
+            assert run_rounds(model, PROMPTS, specache(k=128, fetch=fetch)).tokens == full
         assert run_rounds(model, PROMPTS, specache(k=1)).tokens != full
         # Over flushes too, where a pass chooses for itself.
         long = dict(max_new_tokens=40)
@@ -129,22 +128,21 @@ def test_everything_fetched_is_the_full_cache():
 def test_scores_of_real_text_go_by_guesses_too():
     """With everything fetched they are the full cache's; with little they are not, and depend on the guess."""
     with jax.enable_x64(True):
-        model, continuations = random_model("float64"), random_prompts([6, 5, 4], seed=2)
+        model, continuations = random_model("float64", num_hidden_layers=1), random_prompts([6, 5, 4], seed=2)
         scores = lambda text: token_logprobs(model, PROMPTS, continuations, CacheConfig.parse(text, 4))
         full = scores("full")
         np.testing.assert_allclose(scores("specache:bits=1,residual=16,k=64"), full, atol=1e-11)
         little = scores("specache:bits=1,residual=16,k=4")
         assert np.nanmax(np.abs(little - full)) > 1e-4
-        now, checked = (scores(f"specache:bits=1,residual=16,k=4,fetch={fetch}") for fetch in ("now", "checked"))
-        assert min(np.nanmax(np.abs(little - other)) for other in (now, checked)) > 1e-6
+        assert np.nanmax(np.abs(little - scores("specache:bits=1,residual=16,k=4,fetch=now"))) > 1e-6
 
 
-@pytest.mark.parametrize("fetch", ["ahead", "checked"])
+@pytest.mark.parametrize("fetch", ["checked", pytest.param("ahead", marks=pytest.mark.system)])
 def test_what_is_generated_is_what_is_scored(fetch):
     """With few tokens fetched the guess decides which: decoding, by the draft, the others in host memory, and scoring, by a loop of its
     own, come to the same."""
     with jax.enable_x64(True):
-        model = random_model("float64")
+        model = random_model("float64", num_hidden_layers=1)
         config = dataclasses.replace(specache(k=3, host="store", fetch=fetch), max_new_tokens=30, output_logprobs=True)
         out = generate(model, PROMPTS, config=config)
         scores = token_logprobs(model, PROMPTS, out.token_ids, specache(k=3, fetch=fetch).cache_config)
@@ -154,7 +152,7 @@ def test_what_is_generated_is_what_is_scored(fetch):
 def test_a_wrong_guess_is_put_right():
     """Rows in which it was wrong read what the pass itself chooses, as with `fetch=now`; the others read what was fetched."""
     with jax.enable_x64(True):
-        model = random_model("float64")
+        model = random_model("float64", num_hidden_layers=1)
         caches = [
             jax.jit(prefill)(model, *padded(PROMPTS), config.cache_config.empty(model.config, **SIZES))[1]
             for config in (specache(k=3, fetch="now"), specache(k=3), specache(k=3, fetch="checked"))
@@ -188,7 +186,7 @@ def test_the_last_token_of_a_pass_chooses():
 
 
 def test_one_token_a_round_and_no_draft_of_it():
-    model = random_model("float32")
+    model = random_model("float32", num_hidden_layers=1)
     run = run_rounds(model, PROMPTS, specache(k=8))
     assert [len(row) for row in run.tokens] == [6] * 3
     assert all((each.drafted == 0).all() for each in run.rounds) and len(run.rounds) == 6  # the first is prefill's
@@ -210,7 +208,7 @@ def test_a_row_depends_on_nothing_but_itself(monkeypatch):
 
     monkeypatch.setattr(specache_cache, "gather_tokens", gathered)
     with jax.enable_x64(True):
-        model, prompts = random_model("float64"), random_prompts([41, 20, 50, 35, 60])
+        model, prompts = random_model("float64", num_hidden_layers=1), random_prompts([41, 20, 50, 35, 60])
 
         def requests(**settings) -> list[Request]:
             config = dataclasses.replace(specache(k=9, fetch="checked", **settings), temperature=0.7)
@@ -224,11 +222,11 @@ def test_a_row_depends_on_nothing_but_itself(monkeypatch):
             assert together[i] == alone.token_ids
 
 
-@pytest.mark.parametrize("host", ["none", "store"])
+@pytest.mark.parametrize("host", ["store", pytest.param("none", marks=pytest.mark.system)])
 def test_a_row_that_is_full_is_not_touched_by_another_s_flush(host):
     """What is stored for a row that is not due goes behind its last quantized token, also where it has no room for more."""
     with jax.enable_x64(True):
-        model, prompts = random_model("float64"), random_prompts([64, 38])
+        model, prompts = random_model("float64", num_hidden_layers=1), random_prompts([64, 38])
         config = dataclasses.replace(specache(k=128, fetch="now", host=host, residual=24), max_new_tokens=64)
         full = dataclasses.replace(FULL, max_new_tokens=64)
         assert run_rounds(model, prompts, config).tokens == run_rounds(model, prompts, full).tokens
