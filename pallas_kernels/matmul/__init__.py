@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, Weight
-from pallas_kernels.matmul.support import FEW_ROWS, alike
+from pallas_kernels.matmul.support import INT4_ROWS, alike
 
 
 def linear(
@@ -58,7 +58,7 @@ def gated_linear(
         ValueError: the weights differ in their number of outputs, or there is only one bias.
     """
     if gate.shape[0] != up.shape[0]:
-        raise ValueError(f"gated_linear: {gate.shape[0]} outputs of gate and {up.shape[0]} of up, should be as many")
+        raise ValueError(f"gated_linear: {gate.shape[0]} outputs of gate and {up.shape[0]} of up, should be the same number")
     if not biases and _plain(gate, up):
         return _skinny(x, [gate, up], x.dtype, "plain").gated_matmul(x, gate, up)
     gate, up = jnp.split(linear(x, [gate, up], biases), 2, axis=-1)
@@ -74,7 +74,7 @@ def int4_matmul(
     Raises NotImplementedError where the implementation asked for does not support the device or the shapes.
     """
     # For many rows, as in prefill, XLA is not slow.
-    few = _rows(x) <= FEW_ROWS
+    few = _rows(x) <= INT4_ROWS
     return choose("matmul", implementation, x, weights, weight_format="int4", rows=_rows(x), slow_reference=few).int4_matmul(x, weights)
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.formats.rounding import accumulation_dtype
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, dequantize_weight
-from pallas_kernels.matmul.support import FEW_ROWS
+from pallas_kernels.matmul.support import INT4_ROWS
 
 
 def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight]) -> Float[Array, "*rows out"]:
@@ -19,7 +19,7 @@ def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight]) -> F
     x, weights = lax.optimization_barrier((x, tuple(weights)))
 
     def product(weight):
-        if math.prod(x.shape[:-1]) > FEW_ROWS and x.dtype != wide:
+        if math.prod(x.shape[:-1]) > INT4_ROWS and x.dtype != wide:
             # Weights are rounded to x's dtype, in which tensor cores are many times as fast.
             return jnp.matmul(x, dequantize_weight(weight, wide).astype(x.dtype).T, preferred_element_type=wide)
         return jnp.matmul(x.astype(wide), dequantize_weight(weight, wide).T, precision=lax.Precision.HIGHEST)

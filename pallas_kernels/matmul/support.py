@@ -14,8 +14,8 @@ from pallas_kernels.formats.weights import Int4Weight, Int8Weight
 
 GROUP_SIZE = 128
 GROUP_SIZES = (128, 64, 32)  # of weights that some kernel multiplies
-MAX_ROWS = 16  # of the kernels for few rows
-FEW_ROWS = 64  # up to which there are kernels for INT4 weights
+MAX_ROWS = 16  # of the kernels that have no limit of their own: mosaic_gpu and triton
+INT4_ROWS = 64  # up to which some kernel multiplies by INT4 weights; more rows are left to XLA
 OUTPUTS = 16  # a weight has a multiple of these
 DTYPES = (("bfloat16", "bfloat16"), ("bfloat16", "int16"), ("float16", "int16"))  # of scales and zeros; in int16 they are zero points
 
@@ -50,7 +50,7 @@ def unsupported(
     if not 1 <= rows <= max_rows:
         return f"supports up to {max_rows} rows, not {rows}"
     if others := {weight.in_features for weight in weights} - {x.shape[-1]}:
-        return f"needs weights of as many inputs as there are activations, {x.shape[-1]}, not {', '.join(map(str, sorted(others)))}"
+        return f"needs weights of {x.shape[-1]} inputs, the number of activations, not {', '.join(map(str, sorted(others)))}"
     for weight in weights:
         out, groups, half = weight.codes.shape
         if 2 * half not in group_sizes or 2 * half * groups != weight.in_features:
