@@ -29,7 +29,7 @@ from pallas_kernels.formats.weights import Int4Weight
 from qspec_jax.checkpoints import converted
 from qspec_jax.checkpoints.converted import DRAFT, MANIFEST, TARGET, Manifest
 from qspec_jax.checkpoints.hub import SMALL_FILES, local
-from qspec_jax.checkpoints.loading import log_packed, open_source, packed_paths, stored_dtype
+from qspec_jax.checkpoints.loading import default_dtype, log_packed, open_source, packed_paths
 from qspec_jax.checkpoints.small_files import write_small_files
 from qspec_jax.checkpoints.source import WeightSource
 from qspec_jax.checkpoints.tokenizers import has_tokenizer, tokenizer_problem
@@ -109,7 +109,7 @@ def convert(
     if choice.head_bits != 16:
         raise InputError(f"weights {weights!r}: a conversion stores the head as it is; give head_bits where the directory is loaded")
     opened = open_source(folder)
-    wanted = dtype or stored_dtype(opened.config)
+    wanted = dtype or default_dtype(opened.config, folder)
     if wanted not in DTYPES:
         raise InputError(f"dtype {wanted} (--dtype) cannot be converted to; it should be one of {', '.join(DTYPES)}")
     opened.check_contents()

@@ -125,16 +125,16 @@ def log_packed(source: WeightSource, packed: Set[str], dtype: jnp.dtype) -> None
 def with_packed(config: LlamaConfig, packed: Set[str], group_size: int | None) -> LlamaConfig:
     """The config of a model of which these weights are in INT4. group_size: inputs of a group of them."""
     every = bool(packed) and packed >= set(filter(is_linear, weight_shapes(config)))
-    return dataclasses.replace(config, int4_weights=every, int4_group_size=_stated(group_size) if every else None)
+    return dataclasses.replace(config, int4_weights=every, int4_group_size=_config_group_size(group_size) if every else None)
 
 
-def _stated(group_size: int | None) -> int | None:
-    """What a config says of groups of that many inputs."""
+def _config_group_size(group_size: int | None) -> int | None:
+    """`LlamaConfig.int4_group_size` of weights with groups of this size: None for 128, the default, and for sizes that no kernel takes."""
     return group_size if group_size in GROUP_SIZES[1:] else None
 
 
 def _group_size(source: WeightSource, packed: Set[str]) -> int | None:
-    """The inputs of a group of a packed weight; other weights are taken to have as many."""
+    """The inputs of a group of a packed weight; those of other weights are taken to be the same number."""
     return 2 * _packed_outline(source, min(packed)).codes.shape[-1] if packed else None
 
 
@@ -158,7 +158,7 @@ def _packed_outline(source: WeightSource, path: str) -> Int4Weight:
 def _load_source(directory: Path, dtype: str | None, weights: str | None, mesh: Mesh | None, progress: bool | None) -> Llama:
     source = open_source(directory)
     source.check_contents()
-    wanted = jnp.dtype(as_loaded(dtype or stored_dtype(source.config)))
+    wanted = jnp.dtype(as_loaded(dtype or default_dtype(source.config, source.directory)))
     packed = packed_paths(source, wanted, weights, mesh)
     log_packed(source, packed, wanted)
     placement = Placement(with_packed(source.config, packed, _group_size(source, packed)), mesh)
@@ -267,7 +267,7 @@ def outline_of(directory: str | Path) -> Outline:
         config = with_packed(config, manifest.packed.keys(), _stored_group_size(manifest))
         return Outline(dataclasses.replace(config, dtype=manifest.dtype), manifest.dtype, None, weights)
     source = open_source(directory)
-    dtype = jnp.dtype(stored_dtype(source.config))
+    dtype = jnp.dtype(default_dtype(source.config, source.directory))
     packed = packed_paths(source, dtype, None)
 
     plain = {path: jax.ShapeDtypeStruct(place.shape, dtype) for path, place in source.places.items()}
@@ -291,7 +291,7 @@ def planned_config(directory: str | Path) -> LlamaConfig:
     form = quantized_format(directory, read_json(directory / "config.json"))
     size = form.kernel_group_size if form is not None and config.dtype in ("bfloat16", "float16") else None
     _log_planned(directory, form and form.name, size is not None)
-    return dataclasses.replace(config, int4_weights=size is not None, int4_group_size=_stated(size))
+    return dataclasses.replace(config, int4_weights=size is not None, int4_group_size=_config_group_size(size))
 
 
 def _log_planned(directory: Path, quantization: str | None, in_int4: bool) -> None:
@@ -326,9 +326,9 @@ def load(directory: str | Path, *, dtype: str | None = None, weights: str | None
     return load_model(directory, dtype=dtype, weights=weights, mesh=mesh), load_tokenizer(directory)
 
 
-def stored_dtype(config: LlamaConfig) -> str:
-    """The dtype that a checkpoint is loaded as by default."""
+def default_dtype(config: LlamaConfig, checkpoint: object) -> str:
+    """The dtype that a checkpoint with this config is loaded as by default. checkpoint: its name, for a warning."""
     if config.dtype == "float16":
-        warn_once(log, "the checkpoint is float16; loading it as bfloat16 (--dtype float32 keeps every bit)")
+        warn_once(log, f"{checkpoint}: is stored in float16, and loaded as bfloat16 (--dtype float32 keeps every bit)")
         return "bfloat16"
     return config.dtype

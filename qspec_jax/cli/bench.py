@@ -158,7 +158,7 @@ def bench_decode(
             log.warning("random weights: their acceptance means nothing; --simulate-ratio simulates one")
         beside = []
         if transformers:  # before jax takes the GPU's memory
-            dtype, source = loading.stored_dtype(shape), ARCHITECTURES[arch] if arch else hub.local(model)
+            dtype, source = loading.default_dtype(shape, arch or model), ARCHITECTURES[arch] if arch else hub.local(model)
             each = tqdm(contexts, desc="transformers", unit="context", leave=False, disable=True if as_json else None)
             beside = [transformers_decode.measure(source, context, dtype=dtype, seed=seed) for context in each]
         name, place = arch or model, place_of(devices, distributed=False)
