@@ -15,7 +15,7 @@ from qspec_jax.drafts import quantspec
 from qspec_jax.evaluate import acceptance
 from qspec_jax.training import corpus
 
-pytestmark = pytest.mark.optimized
+pytestmark = [pytest.mark.optimized, pytest.mark.system]
 
 # Milliseconds of a draft over those of verifying, on an H100 (docs/measurements/2026-11.md): Llama-2-7B at 4k, Llama-3.1-8B at 128k.
 COSTS = (1.90 / 6.11, 3.59 / 9.27)

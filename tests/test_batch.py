@@ -49,16 +49,17 @@ def test_rows_are_as_alone(model, tokenizer, draft):
 @pytest.mark.parametrize("name", ["quantspec", "none"])
 def test_rows_are_those_of_generate(name, model, draft):
     config, draft = dataclasses.replace(CONFIG, draft=name, max_new_tokens=30, temperature=0.8), None if name == "none" else draft
-    requests = [dataclasses.replace(request, config=config) for request in some_requests(3)]
-    results = outcome(run_batch(model, with_draft(requests, draft), batch_size=2))
-    alone = generate(model, [request.tokens for request in requests], config=with_draft(config, draft), key=KEY)
+    requests = [dataclasses.replace(request, config=config) for request in some_requests(6)]
+    # Those that are compared take the places of others, in a batch of as many rows, which has the same program.
+    results = outcome(run_batch(model, with_draft([*requests[3:], *requests[:3]], draft), batch_size=3))[3:]
+    alone = generate(model, [request.tokens for request in requests[:3]], config=with_draft(config, draft), key=KEY)
     assert [result.token_ids for result in results] == alone.token_ids
     assert [result.stats for result in results] == alone.stats.rows
 
 
 def test_every_slot_works_while_prompts_wait(model, draft):
     r = np.random.default_rng(0)
-    lengths = np.exp(r.uniform(np.log(4), np.log(100), 24)).astype(int)
+    lengths = np.exp(r.uniform(np.log(4), np.log(64), 24)).astype(int)
     requests = [Request([1, 2, 3], dataclasses.replace(CONFIG, max_new_tokens=int(n)), KEY) for n in lengths]
     full, fixed = (run_batch(model, with_draft(requests, draft), batch_size=4, refill=refill) for refill in (True, False))
     results = outcome(full)
@@ -139,7 +140,7 @@ def test_first_tokens_alone_need_no_round(refill, batch_size, model, draft):
 
 
 def test_requests_that_come_by_an_iterator_and_a_run_that_is_left(model, draft):
-    run = run_batch(model, with_draft(iter(some_requests(6)), draft), batch_size=2)
+    run = run_batch(model, with_draft(iter(some_requests(6)), draft), batch_size=3)
     next(iter(run))
     run.close()
     assert list(run) == [] and 1 <= run.stats.prompts < 6
@@ -223,19 +224,30 @@ def test_rows_that_ended_are_not_read(model, draft, monkeypatch):
         return rounds(self, state, *args)
 
     monkeypatch.setattr(Engine, "rounds", spied)
-    requests = [Request([1, 2, 3], dataclasses.replace(CONFIG, max_new_tokens=n), KEY) for n in (3, 90, 4, 80)]
+    requests = [Request([1, 2, 3], dataclasses.replace(CONFIG, max_new_tokens=n), KEY) for n in (3, 60, 4, 50, 5)]
     for refill in (True, False):
         seen.clear()
-        list(run_batch(model, with_draft(requests, draft), batch_size=3, refill=refill))
+        list(run_batch(model, with_draft(requests, draft), batch_size=4, refill=refill))
         assert any((status != RUNNING).any() for status, _ in seen)
         for status, held in seen:
             assert (held[status == RUNNING] > 0).all() and not held[status != RUNNING].any()
 
 
-@pytest.mark.parametrize("method", ["quantspec", "sparse", "streaming-llm:budget=24,sinks=2", "none"])
-def test_long_prompts_are_prefilled_in_parts(method, monkeypatch):
-    """A layer at a time, with rounds of the other rows between, after as many parts as they may have to wait for: the same results."""
-    model = random_model(jnp.float32, vocab_size=4096, num_hidden_layers=3)
+# By the number of layers, each of which is a part, and by how many tokens and layers rows may have to wait for: what is done first. For the
+# first of three prompts nobody waits.
+PARTS = {
+    2: {1: "part part  part rounds part  rounds part", 3 * 64: "part part  part part  part rounds part"},
+    3: {1: "part part part  part rounds part rounds part  rounds part", 4 * 64: "part part part  part part part  part rounds part"},
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "layers"),
+    [("none", 3), ("sparse", 2), ("streaming-llm:budget=24,sinks=2", 2), pytest.param("quantspec", 3, marks=pytest.mark.system)],
+)
+def test_long_prompts_are_prefilled_in_parts(method, layers, monkeypatch):
+    """With rounds of the other rows between, after as many parts as they may have to wait for: the same results."""
+    model = random_model(jnp.float32, vocab_size=4096, num_hidden_layers=layers)
     config = dataclasses.replace(CONFIG, draft=method, cache="int8")
     short = lambda r: dataclasses.replace(config, max_new_tokens=r.config.max_new_tokens, num_speculative_tokens=2)
     requests = [dataclasses.replace(r, config=short(r)) for r in some_requests(7)]
@@ -251,16 +263,12 @@ def test_long_prompts_are_prefilled_in_parts(method, monkeypatch):
     monkeypatch.setattr(Engine, "rounds", lambda *args: events.append("rounds") or rounds(*args))
     monkeypatch.setattr(Engine, "prefill_in_parts", seen)
     monkeypatch.setattr(prefill_groups, "PART", 64)
-    # Each part is of 64 tokens in one layer. For the first prompt nobody waits.
-    for most_wait, first in (
-        (1, "part part part  part rounds part rounds part  rounds part"),
-        (256, "part part part  part part part  part rounds part"),
-    ):
+    for max_wait, first in PARTS[layers].items():
         events.clear()
-        monkeypatch.setattr(slots, "MAX_WAIT", most_wait)
+        monkeypatch.setattr(slots, "MAX_WAIT", max_wait)
         run = run_batch(model, with_draft(requests, draft), batch_size=3)
         assert outcome(run) == expected
-        assert events.count("part") == 7 * 3 and events[: len(first.split())] == first.split()
+        assert events.count("part") == 7 * layers and events[: len(first.split())] == first.split()
 
 
 def test_parts_share_their_angles_and_know_their_layers_without_rope():
@@ -285,12 +293,12 @@ def test_parts_share_their_angles_and_know_their_layers_without_rope():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-4), looked_at(state), looked_at(whole))
 
 
-@pytest.mark.parametrize("results", [1, 4])
+@pytest.mark.parametrize("results", [1, 6])
 def test_a_run_that_is_over_holds_nothing_on_the_device(results, model, draft):
     """Also where it is ended early, and before Python looks for objects that refer to each other."""
-    requests = some_requests(4)
+    requests = some_requests(6)
     gc.collect()
-    before, run = bytes_of(jax.live_arrays()), run_batch(model, with_draft(requests, draft), batch_size=2)
+    before, run = bytes_of(jax.live_arrays()), run_batch(model, with_draft(requests, draft), batch_size=3)
     gc.disable()
     try:
         assert len(list(itertools.islice(run, results))) == results
@@ -303,8 +311,12 @@ def test_a_run_that_is_over_holds_nothing_on_the_device(results, model, draft):
 @pytest.mark.parametrize("method", ["sparse", "none"])
 def test_short_prompts_are_prefilled_together(method, model, paged, monkeypatch):
     """Two at a time, if both are short and there are two slots: the same results, and lines begin in their order."""
-    chosen = {"draft": method, "cache": "full" if method == "none" else "int8"}
-    requests = [dataclasses.replace(r, config=dataclasses.replace(r.config, **chosen)) for r in some_requests(12)]
+    requests = some_requests(12)
+    for i, request in enumerate(requests):
+        # With a draft greedy ones alone, whose program is half as large.
+        config = request.config if method == "none" else dataclasses.replace(CONFIG, max_new_tokens=request.config.max_new_tokens)
+        config = dataclasses.replace(config, draft=method, cache="full" if method == "none" else "int8")
+        requests[i] = dataclasses.replace(request, config=config)
     draft = drafts.make_draft(method, model)
     expected = outcome(run_batch(model, with_draft(requests, draft), batch_size=4))
     begun, run_in_parts = [], Prefill.run_in_parts

@@ -30,8 +30,9 @@ def small_model():
     return random_model(architecture("tiny", layers=1))
 
 
-def test_json(run):
-    names = ["autoregressive", "quantspec", "quantspec-weights-only"]
+@pytest.mark.parametrize("methods", ["quantspec", pytest.param("quantspec-weights-only", marks=pytest.mark.system)])
+def test_json(run, methods):
+    names = ["autoregressive", methods]
     flags = ["--layers", 1, "--simulate-ratio", 0.8, "--methods", ",".join(names)]
     code, out, err = run(*FAST, *flags, "--json")
     assert (code, err) == (0, "")
@@ -243,7 +244,7 @@ def test_what_was_given_out_of_a_devices_memory(run, monkeypatch):
         assert shown == (found is not None)
 
 
-@pytest.mark.parametrize("draft", ["streaming-llm", "snapkv:cache=int8,generated=1"])
+@pytest.mark.parametrize("draft", [pytest.param("streaming-llm", marks=pytest.mark.system), "snapkv:cache=int8,generated=1"])
 def test_a_draft_with_a_cache_of_its_own_is_timed(run, one_layer, draft):
     code, out, _ = run(*FAST, "--draft", draft, "--simulate-ratio", 0.8, "--json")
     baseline, row = json.loads(out)["rows"]

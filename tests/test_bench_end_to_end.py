@@ -213,6 +213,7 @@ def test_without_a_draft_the_baseline_is_measured(monkeypatch, run, directory, f
     assert [row["status"] for row in report["rows"] + report["teacher_forced"]] == ["measured", "failed", "failed"]
 
 
+@pytest.mark.system
 def test_a_trained_model(run, shallow):
     # Of one text and 64 tokens, since the walk's prefill is then the one that is compiled for the decode.
     flags = ["--context", 300, "--temperature", 0, "--gamma", 3, "--max-new-tokens", 64, "--texts", 1]

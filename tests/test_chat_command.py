@@ -284,9 +284,9 @@ def test_prefill_and_generate_from_the_state(run, fails, talks, tmp_path, caplog
     document, saved = tmp_path / "a.py", tmp_path / "a.state"
     document.write_text("def main():\n    return 1\n" * 8)
     draft = ["--draft", "sparse", "--gamma", "3", "--group-size", "8"]
-    code, out, err = run("prefill", "--model", talks, "--file", document, "--save", saved, *draft, "--room", 50)
+    code, out, err = run("prefill", "--model", talks, "--file", document, "--save", saved, *draft)
     assert code == 0 and out.startswith(f"{saved}: ") and "read in" in out and "tokens in" in out and f"tokens of {document}" in caplog.text
-    report = json.loads(run("prefill", "--model", talks, "--file", document, "--save", saved, *draft, "--json")[1])
+    report = json.loads(run("prefill", "--model", talks, "--file", document, "--save", saved, *draft, "--room", 50, "--json")[1])
     assert report["bytes"] == saved.stat().st_size and report["draft"] == "sparse" and report["cache"] == "int8"
     sampling = ["--max-new-tokens", 12, "--ignore-eos"]
     code, expected, _ = run("generate", "--model", talks, "--prompt-file", document, *draft, *sampling)

@@ -16,6 +16,7 @@ import typer
 from checkpoints import hf_config, tensor_shapes, write_checkpoint
 from safetensors.numpy import load_file, save_file
 
+from qspec_jax import demo
 from qspec_jax.bench import decode
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.cli import batch as cli_batch
@@ -133,7 +134,6 @@ def test_methods_and_streaming_agree(run, directory):
     assert run(*base, "--stream")[1] == text
     assert run(*base, "--draft", "none", "--cache", "int8")[1] == text
     assert run(*base, "--draft", "quantspec")[1] == text
-    assert run(*base, "--draft", "quantspec", "--gamma", "2")[1] == text
     assert run(*base, "--calibrate")[1] == text
 
 
@@ -229,7 +229,8 @@ def test_info(run, tmp_path):
     assert "INT4 draft" in out
 
 
-def test_demo(run):
+def test_demo(run, shallow, monkeypatch):
+    monkeypatch.setattr(demo, "MODEL", shallow)
     command = ["demo", "--prompt-tokens", 60, "--max-new-tokens", 8, "--no-calibrate", "--temperature", 0]
     code, out, _ = run(*command, "--json")
     result = json.loads(out)

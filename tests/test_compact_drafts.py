@@ -215,8 +215,8 @@ def test_a_row_that_has_ended_does_not_change(model):
 
 
 def test_more_of_the_context_is_more_accepted(shallow):
-    rates = [accepted(shallow, make_draft(f"streaming-llm:budget={budget},sinks=2", shallow)) for budget in (6, 30, 128)]
-    assert rates[0] < rates[1] < rates[2] == 1
+    few, many = (accepted(shallow, make_draft(f"streaming-llm:budget={budget},sinks=2", shallow)) for budget in (6, 30))
+    assert few < many < 1  # 1 with all of it: test_a_draft_that_reads_everything_is_always_accepted
 
 
 def test_a_budget_beyond_the_context_is_refused(model):
@@ -226,12 +226,12 @@ def test_a_budget_beyond_the_context_is_refused(model):
         assert "\n" not in str(error.value)
 
 
-def test_what_is_always_kept_is_bounded_too(model):
+def test_what_is_always_kept_is_bounded_too(shallow):
     """By the row where the budget is a share, and by the model; the least tokens of a share are fewer in a short row, and no error."""
     with pytest.raises(InputError, match="always keeps, 200 tokens, should be less than 128"):
-        run_rounds(model, random_prompts([9]), CONFIG, draft=make_draft("streaming-llm:sinks=200", model))
+        run_rounds(shallow, random_prompts([9]), CONFIG, draft=make_draft("streaming-llm:sinks=200", shallow))
     short = dataclasses.replace(CONFIG, max_new_tokens=3)
-    assert run_rounds(model, random_prompts([1]), short, draft=make_draft("streaming-llm:sinks=63", model)).tokens
+    assert run_rounds(shallow, random_prompts([1]), short, draft=make_draft("streaming-llm:sinks=63", shallow)).tokens
     for text in ("streaming-llm:sinks=4096", f"streaming-llm:sinks={10**20 - 1}", "streaming-llm:budget=4097", "snapkv:budget=1e20"):
         with pytest.raises(InputError, match=r"the model's 4096 positions$"):
-            make_draft(text, model)
+            make_draft(text, shallow)

@@ -8,14 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models import one_bit, target_logits
-from runs import prepared, random_model, random_prompts, run_rounds, with_draft
+from runs import prepared, random_model, random_prompts, run_rounds
 from scipy.special import softmax
 from scipy.stats import chisquare
 
 from pallas_kernels.formats.quantization import SCHEMES
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.generate import generate
-from qspec_jax.decoding.limits import Limits, make_limits
+from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.state import EOS
 from qspec_jax.drafts import quantspec
 
@@ -88,7 +87,7 @@ def test_with_a_full_cache_it_is_the_model_itself(float64):
 @pytest.mark.parametrize("gamma", GAMMAS)
 def test_quantspec_on_a_coarse_target(float64, gamma):
     """Every prompt length in one batch, twice; a wrong schedule reads other codes, which one bit does not forgive."""
-    model, draft = model_and_draft("float64")
+    model, draft = model_and_draft("float64", 1)
     config = dataclasses.replace(QUANTSPEC, scheme="one_bit", num_speculative_tokens=gamma)
     accepted = drafted = 0
     for seed in (0, 100):
@@ -105,9 +104,9 @@ def test_quantspec_on_a_coarse_target(float64, gamma):
 def test_float32_against_a_baseline_padded_to_as_many_rows(batch, gamma, layers):
     model, draft = model_and_draft("float32", layers)
     config = dataclasses.replace(QUANTSPEC, num_speculative_tokens=gamma)
-    every = lambda value: jnp.full(batch, value, jnp.int32)
     # The same executable that may not draft: one token a round, in a block of gamma + 1.
-    no_drafts = Limits(every(NEW), every(0), jnp.array([-1], jnp.int32))
+    limits = make_limits(model, *[config] * batch)
+    no_drafts = dataclasses.replace(limits, num_speculative_tokens=jnp.zeros(batch, jnp.int32))
     accepted = drafted = 0
     for i, n in enumerate(LENGTHS):
         prompts = prompts_of((n, LENGTHS[(i + 3) % 8], LENGTHS[(i + 6) % 8])[:batch], seed=7 * i)
@@ -127,10 +126,12 @@ def test_sampled_pairs_on_a_coarse_target():
     model = random_model(jnp.float32, vocab_size=V, spread=0.3, num_hidden_layers=1)
     prompt = [1, 4, 2, 0, 5, 3]
     config = GenerationConfig(draft="quantspec", max_new_tokens=4, temperature=1.0, group_size=2, scheme="one_bit", ignore_eos=True)
-    out = generate(model, [prompt] * rows, config=with_draft(config, quantspec(model)), key=jax.random.key(0))
-    assert 0.2 < out.stats.draft_acceptance_rate < 0.9 and out.stats.flushes >= rows
+    state, step, _ = prepared(model, [prompt] * rows, config, draft=quantspec(model))
+    while (np.asarray(state.status) == 0).any():
+        state = step(state)
+    assert 0.2 < state.counts.accepted.sum() / state.counts.drafted.sum() < 0.9 and state.counts.flushes.sum() >= rows
     counts = np.zeros((V, V))
-    np.add.at(counts, tuple(np.array(out.token_ids)[:, 2:].T), 1)
+    np.add.at(counts, tuple(np.asarray(state.tokens)[:, 2:4].T), 1)
 
     def expected(scheme):
         texts = np.indices((V,) * 4).reshape(4, -1).T
@@ -150,14 +151,15 @@ def test_eos_at_every_place_of_a_block(float64):
     """An EOS accepted as any of four drafts or emitted after them, and at every place relative to the length cap."""
     model, _ = model_and_draft("float64")
     always = quantspec(model, weight_bits=16, cache="int8")  # so that blocks are long
+    limits = make_limits(model, *[QUANTSPEC] * 8)
     places = set()
     for n in LENGTHS:
         prompts = prompts_of([n], seed=3) * 8  # a row for each cap
         tokens = run_rounds(model, prompts, QUANTSPEC, draft=always).tokens[0]
         for at in (i for i, token in enumerate(tokens) if token not in tokens[:i]):
             caps = np.clip(np.arange(at - 1, at + 7), 1, NEW)
-            limits = Limits(jnp.asarray(caps, jnp.int32), jnp.full(8, 4, jnp.int32), jnp.array([tokens[at]], jnp.int32))
-            run = run_rounds(model, prompts, QUANTSPEC, draft=always, limits=limits)
+            ended = dict(max_new_tokens=jnp.asarray(caps, jnp.int32), eos_token_ids=limits.eos_token_ids.at[0].set(tokens[at]))
+            run = run_rounds(model, prompts, QUANTSPEC, draft=always, limits=dataclasses.replace(limits, **ended))
             assert run.tokens == [tokens[: min(at + 1, cap)] for cap in caps]
             assert ((run.rounds[-1].status == EOS) == (at < caps)).all()
             for row in np.flatnonzero((at > 0) & (at < caps)):
@@ -168,7 +170,7 @@ def test_eos_at_every_place_of_a_block(float64):
 
 def test_a_row_that_has_ended_stays_as_it_is(float64):
     """While the others run on: its tokens, lengths, counts and every valid bit of its cache."""
-    model, draft = model_and_draft("float64")
+    model, draft = model_and_draft("float64", 1)
     prompts = prompts_of((2 * G, 5 * G + 3, G, 1, G - 1, G + 1, 2 * G - 1, 2 * G + 1))
     # Shapes and scheme of test_quantspec_on_a_coarse_target, which has compiled them.
     config = dataclasses.replace(QUANTSPEC, scheme="one_bit", num_speculative_tokens=6)

@@ -155,6 +155,7 @@ def test_the_embedded_model_finds_some(embedded, tokenizer):
     assert 3 <= agreement.same_tokens <= agreement.same_score <= agreement.prompts == 4
 
 
+@pytest.mark.system
 def test_who_reads_the_needle_drafts_the_answer(embedded, tokenizer):
     """The model itself finds 9 of 10 needles, or nothing would be shown; StreamingLLM, which has left them behind, drafts few answers.
 

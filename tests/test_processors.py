@@ -141,10 +141,10 @@ def test_logprobs_are_the_targets_own(settings, model, draft):
     assert alone.token_ids == out.token_ids and alone.logprobs is None and alone.top_logprobs is None
 
 
-@pytest.mark.parametrize("group_size", [4, 16])
+@pytest.mark.parametrize("group_size", [4, pytest.param(16, marks=pytest.mark.system)])
 def test_logprobs_in_float32_are_those_of_a_teacher_forced_pass(group_size):
     """That prefills the prompts and decodes through the INT8 cache, in blocks of as many tokens as a round verifies."""
-    model = random_model(jnp.float32)
+    model = random_model(jnp.float32, num_hidden_layers=1)
     config = dataclasses.replace(CONFIG, max_new_tokens=50, group_size=group_size, output_logprobs=True, temperature=1.0)
     out = generate(model, PROMPTS, config=config, key=jax.random.key(0))
     width = config.num_speculative_tokens + 1
@@ -202,16 +202,12 @@ def test_an_unsure_draft_drafts_no_further(model, draft):
 def test_sensitive_layers(float64):
     model = random_model(jnp.float64, num_hidden_layers=3)
     config = dataclasses.replace(CONFIG, num_speculative_tokens=4)
-    rates, tokens = {}, set()
-    for layers in (0, 1, 2):
-        draft = quantspec(model, sensitive_layers=layers)
-        out = generate(model, PROMPTS, config=with_draft(config, draft))
-        rates[layers] = out.stats.draft_acceptance_rate
-        tokens.add(str(out.token_ids))
-        planes = {0: (1, 1, 1), 1: (2, 1, 2), 2: (2, 2, 2)}[layers]
-        cache = CacheConfig(group_size=8).outline(model.config, 81)
+    drafts = [quantspec(model, sensitive_layers=layers) for layers in (0, 1, 2)]
+    cache = CacheConfig(group_size=8).outline(model.config, 81)
+    for draft, planes in zip(drafts, ((1, 1, 1), (2, 1, 2), (2, 2, 2))):
         assert [draft.reads(i, cache, 81) for i in range(3)] == [Reads(n, 72, 9) for n in planes]
-    assert len(tokens) == 1 and rates[2] == 1.0 and rates[0] < 1
+    some, every = (generate(model, PROMPTS, config=with_draft(config, draft)) for draft in drafts[1:])
+    assert some.token_ids == every.token_ids and some.stats.draft_acceptance_rate < every.stats.draft_acceptance_rate == 1
     with pytest.raises(InputError, match="from 0 to the model's 3 layers"):
         quantspec(model, sensitive_layers=4)
 

@@ -100,8 +100,16 @@ COMBINED = {
 }
 
 
-@pytest.mark.parametrize("options", SAMPLERS, ids=str)
-@pytest.mark.parametrize(("kind", "confidence"), [*((kind, 0.0) for kind in COMBINED), ("a lookup of two tokens, or draws", 0.4)])
+@pytest.mark.parametrize(
+    ("kind", "confidence", "options"),
+    [
+        *(("a lookup of two tokens, or draws", 0.0, options) for options in SAMPLERS),
+        *(("a lookup of two tokens, or draws", 0.4, options) for options in SAMPLERS[1:3]),
+        *(("prompt lookup", 0.0, options) for options in SAMPLERS[0::3]),
+        *(("draws within draws", 0.0, options) for options in SAMPLERS[2:]),
+    ],
+    ids=str,
+)
 def test_three_tokens_have_the_targets_distribution(kind, options, confidence):
     draft, state = COMBINED[kind]()
     p, settings = filtered(TABLE, **options), GenerationConfig(ignore_eos=True, min_draft_confidence=confidence, **options)

@@ -50,6 +50,7 @@ def test_settings_are_a_batch_axis(loop):
     assert len({tuple(rounds.tolist()) for rounds in together[1]}) == 3
 
 
+@pytest.mark.system
 def test_rows_over_devices(loop):
     if len(jax.devices()) < 2:  # two in a process of its own
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{__file__}::test_rows_over_devices"]

@@ -11,7 +11,7 @@ import planned
 import pytest
 import runs
 
-from qspec_jax.bench.architectures import architecture, random_int4, random_model
+from qspec_jax.bench.architectures import ARCHITECTURES, architecture, random_int4, random_model
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.cli import batch as batch_command
 from qspec_jax.decoding.batch import Request, run_batch
@@ -71,7 +71,7 @@ def test_no_draft_is_chosen_that_saves_next_to_nothing():
     assert short.reason.endswith("no draft saves 2%") and "no draft saves" not in long.reason
 
 
-def test_no_draft_is_chosen_for_a_shape_without_kernels(run):
+def test_no_draft_is_chosen_for_a_shape_without_kernels(run, monkeypatch):
     """576 inputs are no whole groups of 128; on a CPU the choice is another."""
     small = architecture("smollm2-135m")
     for kind in (H200, H100, "NVIDIA A100-SXM4-80GB"):
@@ -79,6 +79,8 @@ def test_no_draft_is_chosen_for_a_shape_without_kernels(run):
         assert (found.draft, found.gamma) == ("none", 0) and "a linear layer of 576 inputs" in found.reason
     assert "kernels" not in choose(setting(small, cpu.KIND), context=4096, batch=1).reason
     assert without_kernels(small) and not without_kernels(LLAMA_8B)
+    # Doctor traces a round of the model: of one layer that takes a moment.
+    monkeypatch.setitem(ARCHITECTURES, "smollm2-135m", ARCHITECTURES["smollm2-135m"] | {"num_hidden_layers": 1})
     code, out, _ = run("doctor", "--arch", "smollm2-135m", "--json")
     assert code == 0 and "576 inputs" in json.loads(out)["no_draft_pays"]
     code, out, _ = run("doctor", "--arch", "smollm2-135m")
@@ -290,7 +292,7 @@ def test_auto_gives_way_to_a_draft_that_is_given(caplog):
 def test_generate_and_batch_decode_with_what_was_chosen(monkeypatch, on_h200):
     """The very tokens of the draft that is named, sampled ones too."""
     model = random_model(dataclasses.replace(TINY, num_layers=1))
-    chosen = choice.DraftChoice("sparse:min_groups=1", 3, "because")
+    chosen = choice.DraftChoice("sparse:min_groups=1,weight_bits=16", 3, "because")
     monkeypatch.setattr("qspec_jax.decoding.resolve.choose", lambda *_, **sizes: chosen)
     auto = GenerationConfig(draft="auto", max_new_tokens=20, temperature=0.9, group_size=8, ignore_eos=True, adaptive=True)
     named = dataclasses.replace(auto, draft=chosen.draft, num_speculative_tokens=3)

@@ -1,5 +1,8 @@
 """Sampling is exact: joint distributions of emitted tokens against the enumerated target, for drafts as bad as can be."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,16 +89,16 @@ def tiny():
     "draft",
     [
         "quantspec",
-        "sparse:budget=0.2,min_groups=1",
+        pytest.param("sparse:budget=0.2,min_groups=1", marks=pytest.mark.system),
         "sparse:budget=0.2,min_groups=2,memory=0.5,heads=by-mass",
         "streaming-llm:budget=3,sinks=1",
         "snapkv:budget=33,generated=1",
         "combine:(prompt-lookup:longest=3,shortest=3)+quantspec",
-        "exact-topk:budget=0.2",
-        "h2o:budget=0.2,min_groups=1",
+        pytest.param("exact-topk:budget=0.2", marks=pytest.mark.system),
+        pytest.param("h2o:budget=0.2,min_groups=1", marks=pytest.mark.system),
         "chunk-means:budget=4,chunk=2,rebuild=1,dense_layers=0",
         "retrieval:budget=34,chunk=1,rebuild=0,generated=1",
-        "a second model",
+        pytest.param("a second model", marks=pytest.mark.system),
         "a window of a second model",
         "triforce with a window of a second model",
     ],
@@ -118,7 +121,7 @@ def test_the_whole_path_on_a_real_cache(draft, tiny):
         made = make_draft(draft, model)
     engine = Engine.for_configs(model, made, configs, prompt_tokens=len(prompt))
     sampler, limits = make_sampler(*configs), make_limits(model, *configs)
-    state = engine.prefill([prompt] * len(configs), sampler, prompt_keys(jax.random.key(1), len(configs)), limits)
+    state = started(engine, prompt, sampler, prompt_keys(jax.random.key(1), len(configs)), limits)
     state = engine.rounds(state, sampler, limits)
     for i, options in enumerate(samplers):
         rows = slice(i * each, (i + 1) * each)
@@ -129,6 +132,19 @@ def test_the_whole_path_on_a_real_cache(draft, tiny):
         pooled = np.append(counts[big], counts[~big].sum()), np.append(expected[big], expected[~big].sum())
         assert p_value(*pooled) > 1e-3 and counts[expected == 0].sum() == 0
     assert np.abs(probabilities(logits["full"]) - probabilities(logits["int8"])).max() > 1e-5  # the quantized cache matters
+
+
+def started(engine, prompt, sampler, keys, limits):
+    """The state of a row for each key. The prompt is read once, since all rows have the same."""
+    rows = len(keys)
+    logits, cache, draft = repeated((reading := engine.read(prompt)).logits, reading.cache, reading.draft, rows=rows)
+    state = engine.resume(logits, None, jnp.full(rows, len(prompt), jnp.int32), sampler, keys, limits, None, None)
+    return dataclasses.replace(state, cache=cache, draft=draft)
+
+
+@functools.partial(jax.jit, static_argnames="rows")
+def repeated(*row, rows):
+    return jax.tree.map(lambda x: jnp.repeat(x, rows, axis=0), row)
 
 
 @jax.jit

@@ -184,7 +184,7 @@ def test_the_search_prefers_what_resembles_the_best():
 
 def test_in_generate_and_batch(model, caplog):
     model = muted(model, Skipped(frozenset({1, 2}), frozenset({1})))
-    prompts, config = random_prompts([160, 50]), dataclasses.replace(CONFIG, max_new_tokens=12)
+    prompts, config = random_prompts([160, 130]), dataclasses.replace(CONFIG, max_new_tokens=12)
     expected = generate(model, prompts, config=dataclasses.replace(config, draft="none", cache="int8")).token_ids
     config = dataclasses.replace(config, draft="quantspec:skip=auto,weight_bits=16")
     with caplog.at_level("INFO"):
@@ -193,7 +193,7 @@ def test_in_generate_and_batch(model, caplog):
     caplog.clear()
     requests = [Request(tokens, config, key) for tokens, key in zip(prompts, jax.random.split(jax.random.key(0)))]
     with caplog.at_level("INFO"):
-        assert [r.token_ids for r in sorted(run_batch(model, requests, batch_size=1), key=lambda r: r.index)] == expected
+        assert [r.token_ids for r in sorted(run_batch(model, requests, batch_size=2), key=lambda r: r.index)] == expected
     assert "draft skip auto: (" in caplog.text
 
 
