@@ -30,9 +30,9 @@ def small_model():
     return random_model(architecture("tiny", layers=1))
 
 
-@pytest.mark.parametrize("methods", ["quantspec", pytest.param("quantspec-weights-only", marks=pytest.mark.system)])
-def test_json(run, methods):
-    names = ["autoregressive", methods]
+@pytest.mark.parametrize("speculative", ["quantspec", pytest.param("quantspec-weights-only", marks=pytest.mark.system)])
+def test_json(run, speculative):
+    names = ["autoregressive", speculative]
     flags = ["--layers", 1, "--simulate-ratio", 0.8, "--methods", ",".join(names)]
     code, out, err = run(*FAST, *flags, "--json")
     assert (code, err) == (0, "")
@@ -58,11 +58,11 @@ def test_json(run, methods):
             assert row["rounds"] < row["new_tokens"]
         # 200 tokens of the prompt and 150 new ones: the group's boundaries at 256 and 320.
         assert row["flushes"] == (2 if method.cache == "int8" else 0)
-    baseline, both = rows["autoregressive"], rows["quantspec"]
+    baseline, both = rows["autoregressive"], rows[speculative]
     tokens = both["new_tokens"] / both["rounds"]
     limit = baseline["steps"]["target"]["bytes"] * tokens / (both["steps"]["target"]["bytes"] + 3 * both["steps"]["draft"]["bytes"])
     assert both["byte_limit"] == pytest.approx(limit)
-    assert both["cache_bytes"] < baseline["cache_bytes"]
+    assert speculative != "quantspec" or both["cache_bytes"] < baseline["cache_bytes"]  # the other has the baseline's cache
 
 
 @pytest.fixture(scope="module")
