@@ -272,8 +272,8 @@ def test_plans_fit(shape, rows):
     [
         ({0: jnp.zeros((1, 256))}, "bfloat16, not float32"),
         ({3: jnp.zeros(256)}, "norms in bfloat16"),
-        ({1: jnp.zeros((1, 512), jnp.bfloat16)}, "512, not 256"),
-        ({6: random_weight(256, 384, 0)}, "256, not 384"),
+        ({1: jnp.zeros((1, 512), jnp.bfloat16)}, "512 inputs, the number of activations, not 256"),
+        ({6: random_weight(256, 384, 0)}, "256 inputs, the number of activations, not 384"),
         ({4: random_weight(24, 256, 0), 5: random_weight(24, 256, 0)}, "multiples of 16"),
         ({8: [random_weight(64, 256, 0, 64)]}, "groups have one size"),
         ({5: random_weight(512, 256, 0)}, "gate and up of one shape"),

@@ -340,4 +340,4 @@ def test_weights_have_as_many_inputs_as_there_are_activations(monkeypatch, imple
     x = jnp.zeros((2, 256), jnp.bfloat16)
     assert reason_here(monkeypatch, implementation, x, (narrow,)) is None
     for weights in ((narrow, wide), (wide,)):
-        assert "256, not 512" in reason_here(monkeypatch, implementation, x, weights)
+        assert "256 inputs, the number of activations, not 512" in reason_here(monkeypatch, implementation, x, weights)
