@@ -7,6 +7,7 @@ TYPE_CHECKING = False  # type checkers know this name; the one of `typing` takes
 if TYPE_CHECKING:  # the same as `_MODULES`, for type checkers
     from qspec_jax.caches.registry import CacheConfig
     from qspec_jax.checkpoints.loading import load
+    from qspec_jax.compile_cache import keep_compiled
     from qspec_jax.decoding.batch import run_batch
     from qspec_jax.decoding.config import GenerationConfig
     from qspec_jax.decoding.conversation import Conversation
@@ -24,6 +25,7 @@ if TYPE_CHECKING:  # the same as `_MODULES`, for type checkers
 _MODULES = {
     "qspec_jax.caches.registry": ("CacheConfig",),
     "qspec_jax.checkpoints.loading": ("load",),
+    "qspec_jax.compile_cache": ("keep_compiled",),
     "qspec_jax.decoding.config": ("GenerationConfig",),
     "qspec_jax.decoding.batch": ("run_batch",),
     "qspec_jax.decoding.prepare": ("Prepared", "prepare"),
@@ -54,6 +56,7 @@ __all__ = [
     "Stream",
     "extend",
     "generate",
+    "keep_compiled",
     "load",
     "load_state",
     "make_draft",

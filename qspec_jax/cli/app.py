@@ -4,6 +4,10 @@
 With --json, standard output is one JSON object. `qspec_jax.cli.main` runs them.
 """
 
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,6 +26,17 @@ from qspec_jax.cli.plan import plan
 from qspec_jax.cli.prefill import prefill_command
 from qspec_jax.cli.score import score_command
 from qspec_jax.cli.train import trainings
+from qspec_jax.compile_cache import keep_compiled
+from qspec_jax.errors import InputError
+
+NoCompileCache = Annotated[bool, typer.Option("--no-compile-cache", help="Compile everything again, and keep none of it on disk.")]
+CompileCache = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="The folder of compiled programs, which later runs read: $QSPEC_COMPILE_CACHE, or ~/.cache/qspec-jax/programs, if not given.",
+    ),
+]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(evaluations, name="eval")
@@ -65,3 +80,34 @@ def _options(
 
     `qspec generate --model DIR --prompt TEXT` continues a text; `qspec batch` does that with a file of them.
     """
+
+
+def with_compile_cache(function: Callable) -> Callable:
+    """The function of a command with two more options: it keeps compiled programs on disk."""
+
+    @functools.wraps(function)
+    def command(*args, no_compile_cache: NoCompileCache = False, compile_cache: CompileCache = None, **options):
+        if no_compile_cache and compile_cache:
+            raise InputError("--no-compile-cache and --compile-cache exclude each other; give one of them")
+        if not no_compile_cache:
+            keep_compiled(compile_cache)
+        return function(*args, **options)
+
+    more = {
+        "no_compile_cache": inspect.Parameter("no_compile_cache", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=NoCompileCache),
+        "compile_cache": inspect.Parameter("compile_cache", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=CompileCache),
+    }
+    signature = inspect.signature(function, eval_str=True)
+    command.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *more.values()])
+    command.__annotations__ = function.__annotations__ | {name: parameter.annotation for name, parameter in more.items()}
+    return command
+
+
+def _with_compile_cache(group: typer.Typer) -> None:
+    for command in group.registered_commands:
+        command.callback = with_compile_cache(command.callback)
+    for inner in group.registered_groups:
+        _with_compile_cache(inner.typer_instance)
+
+
+_with_compile_cache(app)

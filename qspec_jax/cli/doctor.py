@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from qspec_jax import demo
+from qspec_jax import compile_cache, demo
 from qspec_jax.bench.architectures import architecture
 from qspec_jax.checkpoints.loading import outline_of
 from qspec_jax.checkpoints.tokenizers import tokenizer_problem
@@ -84,6 +84,7 @@ def doctor(
         "fits": None if fit is None else dataclasses.asdict(fit) | {"short": fit.short},
         "kernels": [dataclasses.asdict(choice) for choice in chosen],
         "no_draft_pays": without_kernels(config),
+        "compiled_programs": {"directory": str(compile_cache.default_directory())} | dataclasses.asdict(compile_cache.held()),
         "problems": found,
     }
     if as_json:
@@ -108,6 +109,8 @@ def _print(report: dict[str, Any], fit: out_of_memory.Fit | None) -> None:
     machine.add_row(
         "memory", "not known, as this device does not say how much it has" if fit is None else f"{fit}; at most {fit.longest:,} tokens fit"
     )
+    kept = report["compiled_programs"]
+    machine.add_row("compiled programs", f"{kept['directory']}: {kept['programs']} in {megabytes(kept['bytes'])}")
     console.print(machine)
     kernels = Table("kernel", "runs in", "not in", box=None, header_style="bold", padding=(0, 3, 0, 0))
     for choice in report["kernels"]:
