@@ -35,6 +35,7 @@ _ENTRY, _MARK = "-cache", "-atime"  # JAX's suffixes of an entry, and of the tim
 _UNREADABLE = re.compile(r"Error reading persistent compilation cache entry for '(?P<program>[^']*)': (?P<reason>.*)", re.DOTALL)
 _UNWRITABLE = re.compile(r"Error writing persistent compilation cache entry for '(?P<program>[^']*)': (?P<reason>.*)", re.DOTALL)
 _CPUINFO = Path("/proc/cpuinfo")
+_KIND = re.compile("[0-9a-f]{12}")  # the name of a kind of CPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,16 +47,26 @@ class Held:
 
 
 def default_directory() -> Path:
-    """The folder that the environment names, or qspec-jax/programs in the user's cache folder."""
+    """The folder that the environment names, or qspec-jax/programs in the user's cache folder. Raises InputError without a home."""
     if named := os.environ.get(VARIABLE):
         return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "qspec-jax" / "programs"
+    try:
+        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        raise InputError(f"the user has no home folder for compiled programs; {VARIABLE}=DIR names a folder") from None
+    return Path(caches) / "qspec-jax" / "programs"
 
 
-def held(directory: Path | None = None) -> Held:
-    """What a folder holds, for all kinds of CPU. directory: `default_directory` unless given."""
+def used_directory() -> Path:
+    """The folder that this process uses, or else `default_directory`. Raises InputError as that does."""
+    used = Path(jax.config.jax_compilation_cache_dir or "")
+    return used.parent if _KIND.fullmatch(used.name) else used if used.name else default_directory()
+
+
+def held(directory: Path) -> Held:
+    """What a folder holds, for all kinds of CPU."""
     sizes = []
-    for path in (directory or default_directory()).glob(f"*/*{_ENTRY}"):
+    for path in directory.rglob(f"*{_ENTRY}"):
         with contextlib.suppress(OSError):  # another process may drop it
             sizes.append(path.stat().st_size)
     return Held(len(sizes), sum(sizes))
@@ -79,9 +90,15 @@ def keep_compiled(directory: str | Path | None = None, *, max_bytes: int = MAX_B
     """
     if max_bytes <= 0:
         raise InputError(f"max_bytes {max_bytes} should be at least 1")
-    if jax.config.jax_compilation_cache_dir:
-        return Path(jax.config.jax_compilation_cache_dir)
-    root = Path(directory) if directory is not None else default_directory()
+    if used := jax.config.jax_compilation_cache_dir:
+        if directory is not None:
+            log.warning("compiled programs are kept in %s, by JAX's own settings, and not in %s", used, directory)
+        return Path(used)
+    try:
+        root = Path(directory) if directory is not None else default_directory()
+    except InputError as error:
+        log.warning("compiled programs are not kept: %s", error)
+        return None
     own = root / _kind_of_cpu()
     try:
         own.mkdir(parents=True, exist_ok=True)
@@ -123,7 +140,8 @@ def _tidy(root: Path, own: Path) -> None:
     os.utime(own)
     for other in root.iterdir():
         with contextlib.suppress(OSError):
-            if other != own and other.is_dir() and time.time() - other.stat().st_mtime > MAX_UNUSED_S:
+            ours = _KIND.fullmatch(other.name) and (other / ".lockfile").is_file()  # the user's own folders may be beside them
+            if ours and other != own and time.time() - other.stat().st_mtime > MAX_UNUSED_S:
                 shutil.rmtree(other, ignore_errors=True)
 
 

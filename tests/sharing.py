@@ -22,6 +22,8 @@ import jax
 import jaxlib
 from jax._src import lru_cache
 
+from qspec_jax import compile_cache
+
 DIRECTORY = "QSPEC_TESTS_COMPILED"  # the environment variable that names the directory to processes that pytest starts
 MAX_BYTES = 3 << 30
 MAX_AGE_S = 14 * 24 * 3600
@@ -39,6 +41,7 @@ def begin(config) -> None:
         (directory / "started").mkdir(parents=True, exist_ok=True)
         _remove_old(root, directory)
         os.environ[DIRECTORY] = str(directory)
+        os.environ[compile_cache.VARIABLE] = str(directory / "commands")  # or commands would keep programs in the user's folder
         config.add_cleanup(lambda: os.environ.pop(DIRECTORY))
     lru_cache.LRUCache.get, lru_cache.LRUCache.put = _get, _put
     jax.config.update("jax_compilation_cache_dir", os.environ[DIRECTORY])

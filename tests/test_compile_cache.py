@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
 from qspec_jax import InputError, compile_cache, keep_compiled
@@ -85,11 +86,13 @@ def test_what_a_killed_process_left_is_removed(filled):
     content = whole.read_bytes()
     whole.write_bytes(content[: len(content) // 2])
     whole.with_name(whole.name.removesuffix("-cache") + "-atime").unlink()
-    old = directory / "another"
-    old.mkdir()
-    os.utime(old, (time.time() - 2 * compile_cache.MAX_UNUSED_S,) * 2)
+    old, users = directory / "0123456789ab", directory / "photographs"
+    for path in (old, users):
+        path.mkdir()
+        (path / ".lockfile").touch()
+        os.utime(path, (time.time() - 2 * compile_cache.MAX_UNUSED_S,) * 2)
     found, lines = processed(directory)
-    assert found["found"] == first["found"] and lines == [] and not old.exists()
+    assert found["found"] == first["found"] and lines == [] and users.exists() and not old.exists()
     assert whole.stat().st_size > len(content) // 2, "written again"
 
 
@@ -121,8 +124,14 @@ def test_the_folder_that_is_used(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert compile_cache.default_directory() == tmp_path / "qspec-jax" / "programs"
     monkeypatch.setenv(compile_cache.VARIABLE, str(tmp_path / "own"))
-    assert compile_cache.default_directory() == tmp_path / "own" and held() == Held(0, 0)
-    assert keep_compiled(tmp_path / "other") != tmp_path / "other", "the tests' own folder, which JAX uses already"
+    assert compile_cache.default_directory() == tmp_path / "own" and held(tmp_path / "own") == Held(0, 0)
+    used = keep_compiled(tmp_path / "other")
+    assert used == Path(jax.config.jax_compilation_cache_dir) != tmp_path / "other", "the tests' own folder, which JAX uses already"
+    monkeypatch.delenv(compile_cache.VARIABLE)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    with pytest.raises(InputError, match="QSPEC_COMPILE_CACHE=DIR names a folder"):
+        compile_cache.default_directory()
     with pytest.raises(InputError, match="max_bytes 0 should be at least 1"):
         keep_compiled(max_bytes=0)
 

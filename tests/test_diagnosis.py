@@ -14,6 +14,7 @@ import pytest
 from pallas_kernels import dispatch
 from qspec_jax.checkpoints import loading
 from qspec_jax.cli import doctor
+from qspec_jax.compile_cache import VARIABLE
 from qspec_jax.decoding import diagnosis, out_of_memory
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.errors import InputError
@@ -129,6 +130,8 @@ def test_doctor_lists_kernels(directory):
     command = [sys.executable, "-m", "qspec_jax.cli", "doctor", "--model", directory, "--context", "64", "--max-new-tokens", "8", "--json"]
     report = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
     assert report["problems"] == [] and report["fits"] is None
+    programs = report["compiled_programs"]
+    assert programs["directory"] == os.environ[VARIABLE] and programs.keys() == {"directory", "programs", "bytes"}
     assert {choice["kernel"] for choice in report["kernels"]} >= {"attention", "matmul", "flush", "norm"}
     assert {choice["implementation"] for choice in report["kernels"]} == {"reference"}
 

@@ -84,7 +84,7 @@ def doctor(
         "fits": None if fit is None else dataclasses.asdict(fit) | {"short": fit.short},
         "kernels": [dataclasses.asdict(choice) for choice in chosen],
         "no_draft_pays": without_kernels(config),
-        "compiled_programs": {"directory": str(compile_cache.default_directory())} | dataclasses.asdict(compile_cache.held()),
+        "compiled_programs": _compiled_programs(),
         "problems": found,
     }
     if as_json:
@@ -93,6 +93,15 @@ def doctor(
         _print(report, fit)
     if found:
         raise InputError("; ".join(found))
+
+
+def _compiled_programs() -> dict[str, Any]:
+    """The folder of compiled programs and what it holds, or why there is none."""
+    try:
+        directory = compile_cache.used_directory()
+    except InputError as error:
+        return {"directory": f"none: {error}"}
+    return {"directory": str(directory)} | dataclasses.asdict(compile_cache.held(directory))
 
 
 def _print(report: dict[str, Any], fit: out_of_memory.Fit | None) -> None:
@@ -110,7 +119,8 @@ def _print(report: dict[str, Any], fit: out_of_memory.Fit | None) -> None:
         "memory", "not known, as this device does not say how much it has" if fit is None else f"{fit}; at most {fit.longest:,} tokens fit"
     )
     kept = report["compiled_programs"]
-    machine.add_row("compiled programs", f"{kept['directory']}: {kept['programs']} in {megabytes(kept['bytes'])}")
+    held = f": {kept['programs']} in {megabytes(kept['bytes'])}" if "programs" in kept else ""
+    machine.add_row("compiled programs", f"{kept['directory']}{held}")
     console.print(machine)
     kernels = Table("kernel", "runs in", "not in", box=None, header_style="bold", padding=(0, 3, 0, 0))
     for choice in report["kernels"]:
