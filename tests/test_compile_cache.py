@@ -121,6 +121,7 @@ def test_processes_share_a_folder(filled, tmp_path):
 
 
 def test_the_folder_that_is_used(monkeypatch, tmp_path):
+    monkeypatch.delenv(compile_cache.VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert compile_cache.default_directory() == tmp_path / "qspec-jax" / "programs"
     monkeypatch.setenv(compile_cache.VARIABLE, str(tmp_path / "own"))
