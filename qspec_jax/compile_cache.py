@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 VARIABLE = "QSPEC_COMPILE_CACHE"  # of the environment: the folder
 MAX_BYTES = 4 << 30  # for each kind of CPU
+MAX_PROGRAMS = 2000  # when a process begins: JAX reads the mark of every program before it writes one
 MAX_UNUSED_S = 60 * 24 * 3600  # folders of other kinds of CPU are removed after that
 MIN_COMPILE_S = 0.05  # what compiles in less time is compiled again
 LOCK_S = 10.0  # that another process may hold the lock while this one starts
@@ -130,11 +131,17 @@ def _kind_of_cpu() -> str:
 
 
 def _tidy(root: Path, own: Path) -> None:
-    """Removes what a killed process left half-written, over which JAX (0.10) would fail, and folders that were not used for long."""
+    """Removes what a killed process left half-written, over which JAX (0.10) would fail, programs beyond `MAX_PROGRAMS`, and unused folders."""
     with filelock.FileLock(own / ".lockfile").acquire(timeout=LOCK_S):
+        used = {}
         for entry in own.glob(f"*{_ENTRY}"):
             mark = entry.with_name(entry.name.removesuffix(_ENTRY) + _MARK)
-            if not mark.exists() or mark.stat().st_size != 8:
+            whole = mark.exists() and mark.stat().st_size == 8
+            used[entry, mark] = mark.stat().st_mtime if whole else 0.0
+        for entry, mark in sorted(used, key=used.__getitem__)[:-MAX_PROGRAMS]:
+            used[entry, mark] = 0.0
+        for (entry, mark), at in used.items():
+            if not at:
                 entry.unlink(missing_ok=True)
                 mark.unlink(missing_ok=True)
     os.utime(own)

@@ -102,6 +102,17 @@ def test_the_oldest_are_dropped(filled, tmp_path):
     assert lines == [] and 0 < held(tmp_path / "small").bytes <= 2 * largest < held(filled[0]).bytes
 
 
+def test_few_are_left_when_a_process_begins(tmp_path):
+    for i in range(compile_cache.MAX_PROGRAMS + 5):
+        for suffix, content in (("-cache", b"."), ("-atime", bytes(8))):
+            path = tmp_path / f"jit_{i}{suffix}"
+            path.write_bytes(content)
+            os.utime(path, (1e9 + i, 1e9 + i))
+    compile_cache._tidy(tmp_path.parent, tmp_path)
+    left = sorted(int(path.name[4:-6]) for path in tmp_path.glob("*-cache"))
+    assert left == list(range(5, compile_cache.MAX_PROGRAMS + 5)) and len(list(tmp_path.glob("*-atime"))) == len(left)
+
+
 def test_where_nothing_can_be_written(filled, tmp_path):
     """A folder that cannot be made, and a disk that is full."""
     (tmp_path / "file").write_text("")
