@@ -131,7 +131,7 @@ def _kind_of_cpu() -> str:
 
 
 def _tidy(root: Path, own: Path) -> None:
-    """Removes what a killed process left half-written, over which JAX (0.10) would fail, programs beyond `MAX_PROGRAMS`, and unused folders."""
+    """Removes what a killed process left half-written, over which JAX (0.10) fails, programs beyond `MAX_PROGRAMS`, and unused folders."""
     with filelock.FileLock(own / ".lockfile").acquire(timeout=LOCK_S):
         used = {}
         for entry in own.glob(f"*{_ENTRY}"):
