@@ -131,5 +131,5 @@ def _message(error: Exception) -> str:
 def _fail(message: str, code: int = 2) -> int:
     from qspec_jax.errors import flat
 
-    print(f"qspec: error: {flat(message)}", file=sys.stderr)
+    print(f"qspec: error: {flat(message)}\n", end="", file=sys.stderr)  # in one piece: Gloo writes lines of its own there
     return code
