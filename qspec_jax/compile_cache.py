@@ -59,13 +59,13 @@ def default_directory() -> Path:
 
 
 def used_directory() -> Path:
-    """The folder that this process uses, or else `default_directory`. Raises InputError as that does."""
-    used = Path(jax.config.jax_compilation_cache_dir or "")
-    return used.parent if _KIND.fullmatch(used.name) else used if used.name else default_directory()
+    """The folder that JAX uses in this process, or else `default_directory`. Raises InputError as that does."""
+    used = jax.config.jax_compilation_cache_dir
+    return Path(used) if used else default_directory()
 
 
 def held(directory: Path) -> Held:
-    """What a folder holds, for all kinds of CPU."""
+    """What a folder holds, and those in it."""
     sizes = []
     for path in directory.rglob(f"*{_ENTRY}"):
         with contextlib.suppress(OSError):  # another process may drop it
@@ -80,11 +80,11 @@ def keep_compiled(directory: str | Path | None = None, *, max_bytes: int = MAX_B
     program that cannot be read do no harm: a log line says so, and what is not found is compiled. Several processes may share a folder.
 
     Args:
-        directory: of the programs, made if it is not there; `default_directory` unless given.
+        directory: in which each kind of CPU has a folder of its own, made if it is not there; `default_directory` unless given.
         max_bytes: of the programs for this kind of CPU; those that were used longest ago are dropped.
 
     Returns:
-        The folder, or None if none is used.
+        The folder for this kind of CPU, or None if none is used.
 
     Raises:
         InputError: for a size that is not positive.
@@ -93,14 +93,14 @@ def keep_compiled(directory: str | Path | None = None, *, max_bytes: int = MAX_B
         raise InputError(f"max_bytes {max_bytes} should be at least 1")
     if used := jax.config.jax_compilation_cache_dir:
         if directory is not None:
-            log.warning("compiled programs are kept in %s, by JAX's own settings, and not in %s", used, directory)
+            log.warning("compiled programs are kept in %s already, and not in %s", used, directory)
         return Path(used)
     try:
         root = Path(directory) if directory is not None else default_directory()
     except InputError as error:
         log.warning("compiled programs are not kept: %s", error)
         return None
-    own = root / _kind_of_cpu()
+    own = root / kind_of_cpu()
     try:
         own.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=own):
@@ -118,10 +118,10 @@ def keep_compiled(directory: str | Path | None = None, *, max_bytes: int = MAX_B
     for name, value in settings.items():
         jax.config.update(name, value)
     _log_warnings(own)
-    return root
+    return own
 
 
-def _kind_of_cpu() -> str:
+def kind_of_cpu() -> str:
     """A name for the instructions that programs for this CPU may have."""
     try:
         features = next(line for line in _CPUINFO.read_text().splitlines() if line.startswith(("flags", "Features")))

@@ -11,7 +11,6 @@ writes a second file after each entry: an entry without it is removed when the n
 import contextlib
 import hashlib
 import os
-import platform
 import shutil
 import tempfile
 import time
@@ -42,7 +41,7 @@ def begin(config) -> None:
         _remove_old(root, directory)
         os.environ[DIRECTORY] = str(directory)
         os.environ[compile_cache.VARIABLE] = str(directory / "commands")  # or commands would keep programs in the user's folder
-        config.add_cleanup(lambda: os.environ.pop(DIRECTORY))
+        config.add_cleanup(lambda: [os.environ.pop(name) for name in (DIRECTORY, compile_cache.VARIABLE)])
     lru_cache.LRUCache.get, lru_cache.LRUCache.put = _get, _put
     jax.config.update("jax_compilation_cache_dir", os.environ[DIRECTORY])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
@@ -61,11 +60,7 @@ def environment() -> dict[str, str]:
 
 def _key() -> str:
     """A name for what a program depends on and JAX does not check when it reads one."""
-    try:
-        features = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features")))
-    except (OSError, StopIteration):
-        features = f"{platform.machine()} {platform.processor()}"
-    return hashlib.sha256(f"{jax.__version__} {jaxlib.__version__} {features}".encode()).hexdigest()[:12]
+    return hashlib.sha256(f"{jax.__version__} {jaxlib.__version__} {compile_cache.kind_of_cpu()}".encode()).hexdigest()[:12]
 
 
 def _get(cache: lru_cache.LRUCache, key: str) -> bytes | None:

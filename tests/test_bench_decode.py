@@ -297,14 +297,15 @@ def test_random_weights_need_no_more_than_a_config(run, one_layer, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(ARCHITECTURES["tiny"]), encoding="utf-8")
     flags = ["--random-weights", "--method", "autoregressive", "--context", 64, "--max-new-tokens", 32, "--repeats", 1, "--json"]
     target_bytes = {}
-    for weights in ([], ["--weights", "packed"]):
+    for weights in ([], ["--weights", "packed"], ["--weights", "packed:head_bits=8"]):
         code, out, err = run("bench", "decode", "--model", tmp_path, *flags, *weights)
         (row,) = json.loads(out)["rows"]
         assert (code, err, row["status"]) == (0, "", "measured") and ("INT4" in json.loads(out)["model"]) == bool(weights)
-        target_bytes[len(weights)] = row["steps"]["target"]["bytes"]
+        target_bytes["".join(weights)] = row["steps"]["target"]["bytes"]
+        assert ("head in INT8" in json.loads(out)["model"]) == ("head" in "".join(weights))
     # 1.5 bytes less of each weight, but for two parameters in a group of 128.
     linears = 256 * (256 + 2 * 128 + 256) + 3 * 256 * 512  # of its one layer
-    assert target_bytes[0] - target_bytes[2] == linears * 3 // 2 - linears // 128 * 4
+    assert target_bytes[""] - target_bytes["--weightspacked"] == linears * 3 // 2 - linears // 128 * 4
     code, _, err = run("bench", "decode", "--model", tmp_path, *flags, "--weights", "dequantized")
     assert code == 2 and "--weights dequantized needs a quantized checkpoint" in err
 

@@ -85,7 +85,6 @@ def _options(
 def with_compile_cache(function: Callable) -> Callable:
     """The function of a command with two more options: it keeps compiled programs on disk."""
 
-    @functools.wraps(function)
     def command(*args, no_compile_cache: NoCompileCache = False, compile_cache: CompileCache = None, **options):
         if no_compile_cache and compile_cache:
             raise InputError("--no-compile-cache and --compile-cache exclude each other; give one of them")
@@ -93,13 +92,12 @@ def with_compile_cache(function: Callable) -> Callable:
             keep_compiled(compile_cache)
         return function(*args, **options)
 
-    more = {
-        "no_compile_cache": inspect.Parameter("no_compile_cache", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=NoCompileCache),
-        "compile_cache": inspect.Parameter("compile_cache", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=CompileCache),
-    }
-    signature = inspect.signature(function, eval_str=True)
-    command.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *more.values()])
-    command.__annotations__ = function.__annotations__ | {name: parameter.annotation for name, parameter in more.items()}
+    # Typer reads a command's options from its signature and annotations.
+    more = [each for each in inspect.signature(command).parameters.values() if each.kind is inspect.Parameter.KEYWORD_ONLY]
+    signature, annotations = inspect.signature(function), command.__annotations__
+    functools.update_wrapper(command, function)
+    command.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *more])
+    command.__annotations__ = function.__annotations__ | annotations
     return command
 
 
