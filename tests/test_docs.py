@@ -44,6 +44,7 @@ FLOORS = [
     "drafts",
     "states",
     "planning",
+    "traces",
     "decoding",
     "evaluate",
     "training",

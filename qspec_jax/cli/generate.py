@@ -28,6 +28,7 @@ from qspec_jax.cli.options import (
     SeedOfSampling,
     SensitiveLayers,
     StateFile,
+    TraceFile,
     WeightsOption,
     join_others,
     load,
@@ -54,6 +55,7 @@ from qspec_jax.drafts.registry import AUTO, NONE, USUAL
 from qspec_jax.errors import InputError, writing
 from qspec_jax.files import STANDARD, name_of, output_to, read_text, read_texts, to_json
 from qspec_jax.states.state import State
+from qspec_jax.traces.file import page_to
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +89,7 @@ def generate_command(
     profile: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write a trace of the run to this folder, for ui.perfetto.dev and XProf.")
     ] = None,
+    trace: TraceFile = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes; one prompt only.")] = False,
     output: Output = None,
     as_json: Json = False,
@@ -96,6 +99,9 @@ def generate_command(
         raise InputError("--stream prints text as it comes; it cannot be combined with --json or --output")
     if stream and samples > 1:
         raise InputError(f"--stream prints one text as it comes; leave it, or --samples {samples}, out")
+    given = {"--stream": stream, "--devices": devices, "--distributed": distributed}
+    if trace is not None and (other := next((name for name, value in given.items() if value), None)):
+        raise InputError(f"--trace is of a whole decode on one device; leave it, or {other}, out")
     config = dataclasses.replace(config, num_return_sequences=samples)
     option = "--calibrate" if calibrate else "--sensitive-layers"
     if (calibrate or sensitive_layers) and config.draft == AUTO:
@@ -130,6 +136,7 @@ def generate_command(
         raise InputError("--calibrate is for one device; leave it, or --devices, out")
     with contextlib.ExitStack() as opened:
         write = processes.all_or_none(lambda: opened.enter_context(output_to(written_by_first(output))))
+        write_trace = trace and opened.enter_context(page_to(trace, output))
         network, tokenizer = processes.all_or_none(
             lambda: load(
                 model, dtype, quiet=quiet, weights=weights, place=place, caches=[config.cache_config], silent_on_sampling=silent_on_sampling
@@ -158,7 +165,10 @@ def generate_command(
             if stream:
                 out = _print_stream(stream_prompt(network, prepared))
             else:
-                out = generate_with_progress(prepared, Progress(config.max_new_tokens * samples * len(tokens), quiet=quiet))
+                bar = Progress(config.max_new_tokens * samples * len(tokens), quiet=quiet)
+                out = generate_with_progress(prepared, bar, trace=trace is not None)
+        if trace:
+            write_trace([out.trace])
         if as_json:
             write(to_json(as_object(out)) + "\n")
         elif not stream:
@@ -225,11 +235,11 @@ def profiled(folder: Path | None) -> Iterator[None]:
     log.warning("the trace is in %s; open it at ui.perfetto.dev", newest)
 
 
-def generate_with_progress(prepared: Prepared, progress: "Progress") -> Generation:
+def generate_with_progress(prepared: Prepared, progress: "Progress", *, trace: bool = False) -> Generation:
     with progress:
         # Several processes update equally often, whichever shows a bar.
         on_tokens = progress.on_tokens if progress.active or processes.count() > 1 else None
-        return generate(prepared.model, prepared, on_tokens=on_tokens, rounds_per_update=ROUNDS_PER_UPDATE)
+        return generate(prepared.model, prepared, on_tokens=on_tokens, rounds_per_update=ROUNDS_PER_UPDATE, trace=trace)
 
 
 class Progress:
@@ -251,8 +261,8 @@ class Progress:
 
 
 def as_object(out: Generation) -> dict[str, Any]:
-    """Without states, and without log-probabilities where none were asked for."""
-    found = dataclasses.asdict(dataclasses.replace(out, states=None))
+    """Without states and trace, and without log-probabilities where none were asked for."""
+    found = dataclasses.asdict(dataclasses.replace(out, states=None, trace=None))
     return {name: value for name, value in found.items() if value is not None}
 
 

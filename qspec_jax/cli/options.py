@@ -193,6 +193,9 @@ EvaluatedModel = Annotated[
 ]
 Samples = Annotated[int, typer.Option("--samples", min=1, metavar="N", help="Samples of each prompt, which is read once.")]
 StateFile = Annotated[Path | None, typer.Option("--state", metavar="FILE", help="A saved state to go on from (`qspec prefill`).")]
+TraceFile = Annotated[
+    Path | None, typer.Option("--trace", metavar="FILE.html", help="Write a page that shows each round: drafts, probabilities, verdicts.")
+]
 Output = Annotated[Path | None, typer.Option(help="Write the result to this file instead.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Plot = Annotated[Path | None, typer.Option(help="Draw the results to this file (.png, .pdf or .svg).")]

@@ -225,7 +225,7 @@ class Engine:
     ) -> DecodeState:
         """The state of rows that were read before, without cache and draft; see `qspec_jax.decoding.prefill.START`."""
         self._unseen += 1
-        return self._run(Call(START, (logits, tokens, n, sampler, keys, limits, pending, adaptive), dict(sizes=self.sizes), "resumed"))
+        return self.run(Call(START, (logits, tokens, n, sampler, keys, limits, pending, adaptive), dict(sizes=self.sizes), "resumed"))
 
     def prepare_prefill(self, prefill: Prefill) -> Callable[[], DecodeState]:
         """Does the host's part of a prefill, and returns the function that starts the device, with hardly any delay."""
@@ -274,13 +274,17 @@ class Engine:
     ) -> DecodeState:
         """The state after at most `max_rounds` rounds, or when fewer than `min_running` rows run. The state given is consumed."""
         _check_unused(state)
-        self._unseen += max_rounds * (self.gamma + 1)
-        return self._run(self.rounds_call(state, sampler, limits, max_rounds, min_running))
+        self.expect(max_rounds)
+        return self.run(self.rounds_call(state, sampler, limits, max_rounds, min_running))
+
+    def expect(self, rounds: int) -> None:
+        """Notes that this number of rounds runs at most before the next `poll`."""
+        self._unseen += rounds * (self.gamma + 1)
 
     def compile_rounds(self, state: DecodeState, sampler: Sampler, limits: Limits) -> None:
         """Compiles the program of `rounds`, so that compiling is timed apart from running."""
         if (DECODE, _pages_of(state)) not in self._executables:
-            self._executable(self.rounds_call(state, sampler, limits))
+            self.executable(self.rounds_call(state, sampler, limits))
             jax.block_until_ready(self.draft_in_loop)
 
     def batch_of(self, rows: DecodeState, batch: int, pages: int | None = None) -> DecodeState:
@@ -288,7 +292,7 @@ class Engine:
 
         pages: the size of the pool that they share; None for a cache that is not shared.
         """
-        return self._run(self._repeat_call(rows, batch, pages))
+        return self.run(self._repeat_call(rows, batch, pages))
 
     def batch_shapes(self, row: DecodeState, batch: int, pages: int | None = None) -> DecodeState:
         """Shapes of the result of `batch_of`. row: a state, or its shapes."""
@@ -316,7 +320,7 @@ class Engine:
             table = jnp.asarray(table)
         _check_unused(state)
         self._unseen = max(self._unseen, 1)  # their first tokens
-        return self._run(Call(REPLACE, (state, rows, jnp.array(slots), table), variant=len(slots)))
+        return self.run(Call(REPLACE, (state, rows, jnp.array(slots), table), variant=len(slots)))
 
     def poll(self, state: DecodeState, seen: Sequence[int]) -> NewTokens:
         """Fetches the new tokens of each row after the first seen[b], and nothing else.
@@ -333,7 +337,7 @@ class Engine:
         starts = np.minimum(seen, columns - width)
         found = (state.tokens, state.logprobs)
         if width < columns:
-            found = self._run(Call(WINDOW, (*found, jnp.asarray(starts, jnp.int32)), dict(width=width), width))
+            found = self.run(Call(WINDOW, (*found, jnp.asarray(starts, jnp.int32)), dict(width=width), width))
         self._unseen = 0
 
         def fetch() -> NewTokens:
@@ -345,10 +349,12 @@ class Engine:
 
         return fetch
 
-    def _run(self, call: Call) -> Any:
-        return self._executable(call)(*call.args)
+    def run(self, call: Call) -> Any:
+        """The result of a call, whose program is compiled if the engine does not have it."""
+        return self.executable(call)(*call.args)
 
-    def _executable(self, call: Call) -> jax.stages.Compiled:
+    def executable(self, call: Call) -> jax.stages.Compiled:
+        """The program of a call, compiled if the engine does not have it."""
         if call.key not in self._executables:
             self._on_compile(None)
             self._executables[call.key], seconds = call.compile()

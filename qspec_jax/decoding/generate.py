@@ -15,6 +15,7 @@ from jaxtyping import Array, Key
 from qspec_jax.decoding import state
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.continued import Continued
+from qspec_jax.decoding.displayed import generation_html
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.prepare import Prepared, prepare
 from qspec_jax.decoding.reading import states_of
@@ -22,9 +23,13 @@ from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.sampling import Sampler, make_sampler
 from qspec_jax.decoding.state import DecodeState, Logprobs, stopped
 from qspec_jax.decoding.text import RowText
+from qspec_jax.decoding.traced_rounds import PHASES, TracedRounds
+from qspec_jax.decoding.tracing import trace_of
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
+from qspec_jax.models.sharding import mesh_of
 from qspec_jax.states.state import State
+from qspec_jax.traces.trace import Trace
 
 FINISH_REASONS = {state.EOS: "eos", state.LENGTH: "length", state.STOP: "stop"}
 
@@ -84,7 +89,7 @@ class Stats(RowStats):
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """The result of `generate`.
+    """The result of `generate`. A notebook shows it as a table with the histogram of accepted drafts.
 
     Attributes:
         token_ids: the new tokens of each prompt, or of each sample of each prompt in turn, an EOS included, and up to the token in which a
@@ -95,6 +100,7 @@ class Generation:
         logprobs: the target's log-probability of each new token; None if they were not asked for.
         top_logprobs: pairs of token id and log-probability for the most likely tokens of each position.
         states: where states were continued, those after the new tokens; else None.
+        trace: what happened in each round, if it was asked for.
     """
 
     token_ids: list[list[int]]
@@ -104,6 +110,10 @@ class Generation:
     logprobs: list[list[float]] | None = None
     top_logprobs: list[list[list[tuple[int, float]]]] | None = None
     states: list[State] | None = None
+    trace: Trace | None = None
+
+    def _repr_html_(self) -> str:
+        return generation_html(self.stats, self.text, self.token_ids, self.finish_reason)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +148,7 @@ def generate(
     sampler: Sampler | None = None,
     on_tokens: Callable[[list[list[int]]], None] | None = None,
     rounds_per_update: int = 1,
+    trace: bool = False,
 ) -> Generation:
     """Continues prompts; they are one batch, of any lengths.
 
@@ -158,17 +169,21 @@ def generate(
         on_tokens: called with the new tokens of each prompt after prefill and after every `rounds_per_update` rounds; after every round
             if there are stop strings.
         rounds_per_update: see on_tokens.
+        trace: whether to record each round (`Generation.trace`). Rounds then run one at a time, in a program for each phase, which takes
+            longer, and the tokens are the same.
 
     Returns:
         What was generated for each prompt, with one entry for a single prompt.
 
     Raises:
         InputError: for an empty prompt, a token id outside the vocabulary, prompts that are too long, stop strings without a tokenizer,
-            draws without a key, and a draft that was made for another model.
+            draws without a key, a draft that was made for another model, and a trace of a model that is divided over devices.
     """
     _check_sampler(sampler, key, prompts)
+    if trace and mesh_of(model) is not None:
+        raise InputError("a trace is of a model on one device, and this model is divided over several; leave trace out, or the devices")
     rounds = rounds_per_update if on_tokens else state.UNLIMITED
-    run = Run(_prepared(model, prompts, config, key, tokenizer), sampler, rounds)
+    run = Run(_prepared(model, prompts, config, key, tokenizer), sampler, rounds, traced=trace)
     for update in run.updates():
         if on_tokens:
             on_tokens([new for new, _ in update])
@@ -300,7 +315,7 @@ class Row:
 class Run:
     """One batch, from prepared prompts to a `Generation`."""
 
-    def __init__(self, prepared: Prepared, sampler: Sampler | None, rounds_per_update: int, *, follow: bool = False):
+    def __init__(self, prepared: Prepared, sampler: Sampler | None, rounds_per_update: int, *, follow: bool = False, traced: bool = False):
         if rounds_per_update < 1:
             raise InputError(f"rounds_per_update {rounds_per_update} should be at least 1")
         self.prompts, configs, tokenizer = prepared.prompts, prepared.configs, prepared.tokenizer
@@ -314,6 +329,7 @@ class Run:
         self._compiling: list[float | None] = []  # seconds of programs that are not this engine's; None: one begins
         self.keys = jnp.stack([request.key for request in prepared.requests])
         self.sampler, self.limits = sampler or make_sampler(*configs), make_limits(prepared.model, *configs, tokenizer=tokenizer)
+        self.traced = TracedRounds(self.engine, self.sampler, self.limits, len(self.rows)) if traced else None
 
     @property
     def compile_s(self) -> float:
@@ -341,13 +357,20 @@ class Run:
                 if self.continued:
                     self.continued.keep(state)
             with in_use():
-                state = lent(state)
-                self.engine.compile_rounds(state, self.sampler, self.limits)
-                began = time.perf_counter()
-                with jax.profiler.TraceAnnotation("rounds"):
-                    state = taken_back(self.engine.rounds(state, self.sampler, self.limits, self.rounds_per_update))
-                    jax.block_until_ready(state)
-                self.decode_s += time.perf_counter() - began
+                state, seconds = self._rounds(lent(state))
+                state = taken_back(state)
+            self.decode_s += seconds
+
+    def _rounds(self, state: DecodeState) -> tuple[DecodeState, float]:
+        """The state after the rounds of an update, which consume the one given, and the seconds that they took."""
+        if self.traced:
+            state = self.traced.run(state)
+            return state, sum(self.traced.records.seconds[-1])
+        self.engine.compile_rounds(state, self.sampler, self.limits)
+        began = time.perf_counter()
+        with jax.profiler.TraceAnnotation("rounds"):
+            state = jax.block_until_ready(self.engine.rounds(state, self.sampler, self.limits, self.rounds_per_update))
+        return state, time.perf_counter() - began
 
     def _prefilled(self) -> tuple[DecodeState, float]:
         if self.prepared.states or self.prepared.samples > 1:
@@ -382,7 +405,14 @@ class Run:
             chances,
             top,
             self.continued and self.continued.states,
+            self.traced and self._trace(texts),
         )
+
+    def _trace(self, texts: Sequence[str | None]) -> Trace:
+        of_rows = zip(self.prompts, (row.token_ids for row in self.rows), texts, (row.finish_reason for row in self.rows), strict=True)
+        draft = self.engine.draft if self.engine.speculative else None
+        about = self.prepared.model, draft, self.prepared.configs[0], self.sampler, self.prepared.tokenizer
+        return trace_of(*about, list(of_rows), self.traced.records, PHASES, prefill_s=self.prefill_s)
 
     def _stats(self) -> Stats:
         counts, new = self.counts, np.array([len(row.token_ids) for row in self.rows])

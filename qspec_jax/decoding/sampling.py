@@ -5,7 +5,7 @@ rows.
 """
 
 import dataclasses
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -204,7 +204,7 @@ class Sampling:
             accepted = jnp.zeros_like(eligible)
             return accepted, _draw(p[:, 0], draw_keys(keys, positions[:, 0], TARGET))
         q_of_drafts, p_of_drafts = (jnp.take_along_axis(x, drafts[..., None], -1)[..., 0] for x in (proposals, p[:, :-1]))
-        uniform = jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, dtype=p.dtype)))(draw_keys(keys, positions[:, :-1], ACCEPT))
+        uniform = accept_draws(keys, positions[:, :-1], p.dtype)
         accepted = _leading(uniform * q_of_drafts < p_of_drafts, eligible)
         # If all eligible drafts are accepted, the next token is drawn from the target's distribution and not from the residual.
         q = _pick(proposals, jnp.minimum(accepted, drafts.shape[1] - 1))
@@ -213,6 +213,11 @@ class Sampling:
 
     def below(self) -> Self:
         return self
+
+
+def accept_draws(keys: Key[Array, "B"], positions: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T"]:
+    """The number that decides over the draft at each of these positions: it is accepted where this times q is less than p."""
+    return jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, dtype=dtype)))(draw_keys(keys, positions, ACCEPT))
 
 
 def residual(p: Float[Array, "B V"], q: Float[Array, "B V"]) -> Float[Array, "B V"]:

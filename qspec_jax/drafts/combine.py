@@ -54,8 +54,8 @@ class CombinedDraft(DraftOfTwo):
         other_foreseen = _foreseen(other, left)
         picked = where_rows(
             other_foreseen > one_foreseen,
-            Proposal(other.tokens, other.distributions, other.eligible, other_foreseen),
-            Proposal(one.tokens, one.distributions, one.eligible, one_foreseen),
+            Proposal(other.tokens, other.distributions, other.eligible, other_foreseen, _by(other, len(self.first.proposers()))),
+            Proposal(one.tokens, one.distributions, one.eligible, one_foreseen, _by(one, 0)),
         )
         return picked, (first_state, second_state), cache
 
@@ -78,6 +78,11 @@ def _with_head_of(made: Draft, before: Draft, draft: Draft) -> Draft:
 
 def _foreseen(proposal: Proposal, eligible: jax.Array) -> jax.Array:
     return eligible if proposal.foreseen is None else jnp.minimum(proposal.foreseen, eligible)
+
+
+def _by(proposal: Proposal, before: int) -> Int[Array, "B gamma"]:
+    """Whose tokens a part's are, by the numbers of the whole; `before` is the number of proposers of the parts before it."""
+    return before + (jnp.zeros_like(proposal.tokens) if proposal.by is None else proposal.by)
 
 
 def _asked(prompt: Prompt, queries: int) -> Prompt:

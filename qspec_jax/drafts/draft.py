@@ -74,12 +74,14 @@ class Proposal:
         eligible: how many of the tokens a row may use.
         foreseen: the value of `eligible` before the first token of the round was drawn; None: all that the round allows. A choice between
             two drafts may depend on it, but not on `eligible`, which may have fallen because of a token that was drawn.
+        by: whose token each is, an index of `Draft.proposers()`; None: the first one's. Only traces use it.
     """
 
     tokens: Int[Array, "B gamma"]
     distributions: Float[Array, "B gamma W"]
     eligible: Int[Array, "B"]
     foreseen: Int[Array, "B"] | None = None
+    by: Int[Array, "B gamma"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -244,6 +246,10 @@ class Draft(abc.ABC):
 
     def in_turn(self) -> tuple["Draft", ...]:
         """The drafts of which a round uses one for each row: itself, unless it is a `combine`."""
+        return (self,)
+
+    def proposers(self) -> tuple["Draft", ...]:
+        """The drafts whose tokens it proposes: itself, unless it is made of others; see `Proposal.by`."""
         return (self,)
 
     def in_prefill(self) -> Self:

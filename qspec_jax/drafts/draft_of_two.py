@@ -45,6 +45,9 @@ class DraftOfTwo(Draft):
     def max_length(self) -> int | None:
         return min((part.max_length for part in self.parts if part.max_length is not None), default=None)
 
+    def proposers(self) -> tuple[Draft, ...]:
+        return sum((part.proposers() for part in self.parts), ())
+
     def with_choice(self, choose: Callable[[Draft], Skipped]) -> Self:
         return self._changed(lambda part: part.with_choice(choose))
 

@@ -86,6 +86,12 @@ def name_of(text: str) -> str:
     return text.partition(":")[0]
 
 
+def name_of_draft(draft: Draft) -> str:
+    """The name of a draft that is made: that of the settings in its file, or the name of its class."""
+    kind = type(draft)
+    return next((name for name, settings in DRAFTS.items() if settings.__module__ == kind.__module__), kind.__name__)
+
+
 def texts_in(text: str) -> tuple[str, ...]:
     """The texts of the drafts that a `combine` chooses between, in their order; of any other draft its own text. Raises InputError where
     there are not two."""

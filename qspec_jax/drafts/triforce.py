@@ -28,6 +28,8 @@ from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.settings_text import check_settings, setting
 
+SMALL, MIDDLE = range(2)  # of `PARTS`: whose token one of the round is
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -87,30 +89,33 @@ class TriForceDraft(DraftOfTwo):
             return small, dataclasses.replace(proposal, eligible=jnp.minimum(proposal.eligible, wanted))
 
         def inner_round(carry):
-            done, tokens, distributions, stepped, small, drafts = carry
+            done, tokens, distributions, by, stepped, small, drafts = carry
             here = level.advanced(tokens, done)
             block = jnp.concatenate([here.pending[:, None], drafts.tokens], 1)
             logits, stepped = model(block, here.position[:, None] + jnp.arange(width), stepped)
             accepted, own_token = here.verify(logits, drafts)
-            new = jnp.where(jnp.arange(width) < accepted[:, None], jnp.roll(block, -1, 1), own_token[:, None])
+            of_small = jnp.arange(width) < accepted[:, None]
+            new = jnp.where(of_small, jnp.roll(block, -1, 1), own_token[:, None])
             came = jnp.where(done < current.eligible, accepted + 1, 0)
             drafted, accepted_drafts = jnp.where(came > 0, drafts.eligible, 0), jnp.minimum(accepted, came)
             small = self.small.commit(small, RoundResult(new, came, drafted, accepted_drafts, jnp.zeros_like(came)), cache)
             tokens = put(tokens, new, done)
             distributions = put(distributions, here.distributions(logits, drafts.tokens), done)
+            by = put(by, jnp.where(of_small, SMALL, MIDDLE), done)
             done += came
             small, drafts = small_drafts(small, tokens, done)
-            return done, tokens, distributions, stepped.rollback(longer(before, done)), small, drafts
+            return done, tokens, distributions, by, stepped.rollback(longer(before, done)), small, drafts
 
         tokens, distributions = self._empty(model, stepped, current)
         done = jnp.zeros_like(current.eligible)
         first, drafts = small_drafts(state[0], tokens, done)
-        carry = done, tokens, distributions, stepped, first, drafts
-        _, tokens, distributions, stepped, *_ = lax.while_loop(lambda carry: (carry[0] < current.eligible).any(), inner_round, carry)
+        carry = done, tokens, distributions, jnp.zeros_like(tokens), stepped, first, drafts
+        _, tokens, distributions, by, stepped, *_ = lax.while_loop(lambda carry: (carry[0] < current.eligible).any(), inner_round, carry)
         middle, cache = self.middle.after_steps(state[1], cache, stepped.rollback(before), current.eligible > 0)
         # The small model's state after its first drafts is kept, since later ones follow tokens that the target may reject. `commit`
         # compares these drafts with the emitted tokens, and the model reads the others again in the next round.
-        return Proposal(tokens[:, : current.gamma], distributions[:, : current.gamma], current.eligible), (first, middle), cache
+        tokens, distributions, by = (x[:, : current.gamma] for x in (tokens, distributions, by))
+        return Proposal(tokens, distributions, current.eligible, by=by), (first, middle), cache
 
     def _empty(self, model: Callable, stepped: AppendedCache, current: Round) -> tuple[Int[Array, "B M"], Float[Array, "B M W"]]:
         """Room for the round's tokens, for those that the small model drafts beyond them, and for their distributions."""
