@@ -2,16 +2,13 @@
 
 import html
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from qspec_jax.decoding.generate import Stats
+from typing import Any
 
 MAX_SHOWN = 200  # characters of a text
 
 
-def generation_html(stats: "Stats", texts: Sequence[str] | None, token_ids: Sequence[Sequence[int]], finish_reasons: Sequence[str]) -> str:
-    """The fields of a `Generation` as HTML."""
+def generation_html(stats: Any, texts: Sequence[str] | None, token_ids: Sequence[Sequence[int]], finish_reasons: Sequence[str]) -> str:
+    """The fields of a `Generation` as HTML; stats: its `Stats`."""
     heads = ("", "text", "new tokens", "ended by", "accepted / drafted", "tokens a round", "rounds", "flushes")
     rows = []
     for i, (row, ids, reason) in enumerate(zip(stats.rows, token_ids, finish_reasons, strict=True)):

@@ -293,7 +293,7 @@ def _round_of(b: int, before: Before, judged: Judged, old: Progress, new: Progre
     def number(values: Any, i: int) -> float | None:
         return None if values is None else float(values[b, i])
 
-    def most_likely(found: tuple[Any, Any] | None, i: int) -> Likely:
+    def alternatives(found: tuple[Any, Any] | None, i: int) -> Likely:
         return [] if found is None else [(int(token), float(p)) for p, token in zip(found[0][b, i], found[1][b, i]) if p > 0]
 
     drafts = [
@@ -303,7 +303,7 @@ def _round_of(b: int, before: Before, judged: Judged, old: Progress, new: Progre
             number(judged.q, i),
             number(judged.p, i),
             number(judged.uniform, i),
-            most_likely(judged.draft_likely, i),
+            alternatives(judged.draft_likely, i),
         )
         for i in range(eligible)
     ]
@@ -325,6 +325,6 @@ def _round_of(b: int, before: Before, judged: Judged, old: Progress, new: Progre
         added["accepted"],
         int(judged.own_token[b]),
         None if judged.own_p is None else float(judged.own_p[b]),
-        [most_likely(judged.likely, i) for i in range(eligible + 1)],
+        [alternatives(judged.likely, i) for i in range(eligible + 1)],
         added["flushes"] > 0,
     )
