@@ -101,7 +101,7 @@ class TriForceDraft(DraftOfTwo):
             small = self.small.commit(small, RoundResult(new, came, drafted, accepted_drafts, jnp.zeros_like(came)), cache)
             tokens = put(tokens, new, done)
             distributions = put(distributions, here.distributions(logits, drafts.tokens), done)
-            by = put(by, jnp.where(of_small, SMALL, MIDDLE), done)
+            by = put(by, jnp.where(of_small, SMALL, MIDDLE).astype(by.dtype), done)
             done += came
             small, drafts = small_drafts(small, tokens, done)
             return done, tokens, distributions, by, stepped.rollback(longer(before, done)), small, drafts
