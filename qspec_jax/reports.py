@@ -13,11 +13,13 @@ A report is a dataclass whose fields are what --json prints. Its method `table` 
                 columns.add_row(row.way, formatted(row.gb_per_s, ",.1f"), row.error)
             return page(f"Copies on {self.device}", f", {self.date}", columns, notes=["GB/s: 1e9 bytes a second."])
 
-    def run(..., progress: bool | None = None) -> CopyReport:
-        rows = [measured(case) for case in progress_bar(cases, progress=progress)]
+    def run(..., kept: KeptRows = NOT_KEPT, progress: bool | None = None) -> CopyReport:
+        rows = []
+        for case in progress_bar(cases, progress=progress):
+            rows.append(kept.measured(case.name, CopyRow, lambda case=case: measured(case), lambda row: f"{row.gb_per_s:,.1f} GB/s"))
         return CopyReport(**this_run(), rows=rows)
 
-and its command parses options and ends with `show(lambda: copies.run(...), output, as_json=as_json)`.
+and its command parses options and ends with `measure_and_show(context, lambda kept: copies.run(..., kept=kept), output, as_json=as_json)`.
 """
 
 import dataclasses
@@ -34,13 +36,23 @@ import jax
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-from tqdm import tqdm
 
 from qspec_jax import plots
 from qspec_jax.files import output_to, to_json
 
 TABLE_WIDTH = 150  # characters in a line of a table that goes to a file or a pipe
-PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "torch", "transformers", "flashinfer-python", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
+PACKAGES = (
+    "qspec-jax",
+    "jax",
+    "jaxlib",
+    "jax-triton",
+    "triton",
+    "torch",
+    "transformers",
+    "flashinfer-python",
+    "nvidia-cudnn-cu13",
+    "nvidia-cudnn-cu12",
+)
 
 
 class Report(Protocol):
@@ -59,11 +71,13 @@ class Run:
         device: the kind of device that they were measured on.
         date: the day, in ISO 8601.
         versions: of Python, the platform and the packages that took part, by name.
+        earlier: labels of the rows that an earlier run of the same command measured, on the same day and machine with the same versions.
     """
 
     device: str
     date: str
     versions: dict[str, str]
+    earlier: list[str] = dataclasses.field(default_factory=list, kw_only=True)
 
 
 def this_run() -> dict[str, Any]:
@@ -76,17 +90,6 @@ def this_run() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return {"device": device.device_kind, "date": datetime.date.today().isoformat(), "versions": versions}
-
-
-def progress_bar(cases: Iterable[Any] | None = None, *, progress: bool | None, **settings: Any) -> tqdm:
-    """A bar on standard error that is gone when the work is done.
-
-    Args:
-        cases: what the bar goes through; None if the caller updates it.
-        progress: whether it is shown; None: where standard error is a terminal.
-        settings: others of `tqdm`.
-    """
-    return tqdm(cases, leave=False, disable=None if progress is None else not progress, **settings)
 
 
 def grid(*labels: str, left: Container[str] = (), wraps: Container[str] = ()) -> Table:
@@ -138,10 +141,17 @@ def show(measure: Callable[[], Report], output: Path | None, *, as_json: bool, p
             write(to_json(dataclasses.asdict(report)) + "\n")
         elif output is None and sys.stdout.isatty():
             # A narrow terminal wraps lines; the table would drop what is in its columns.
-            Console(width=max(Console().width, TABLE_WIDTH)).print(report.table())
+            Console(width=max(Console().width, TABLE_WIDTH)).print(_printed(report))
         else:
             text = io.StringIO()
-            Console(file=text, width=TABLE_WIDTH).print(report.table())
+            Console(file=text, width=TABLE_WIDTH).print(_printed(report))
             write("".join(line.rstrip() + "\n" for line in text.getvalue().splitlines()))
     if plot:
         plots.save(report.figure(), plot)
+
+
+def _printed(report: Report) -> RenderableType:
+    """The table, with a note on rows of an earlier run."""
+    if not (earlier := getattr(report, "earlier", None)):
+        return report.table()
+    return Group(report.table(), Text(f"Measured by an earlier run of this command, that day: {'; '.join(earlier)}.", "dim"))

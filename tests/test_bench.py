@@ -228,7 +228,7 @@ def test_json(run):
     code, out, err = run(*FAST, "--json")
     assert (code, err) == (0, "")
     report = json.loads(out)
-    assert report.keys() == {"device", "date", "versions", "read_bandwidth_gb_per_s", "repeats", "shapes", "rows"}
+    assert report.keys() == {"device", "date", "versions", "earlier", "read_bandwidth_gb_per_s", "repeats", "shapes", "rows"}
     assert {"python", "platform", "jax", "jaxlib"} <= report["versions"].keys()
     assert report["shapes"]["tiny-int8-T3-ragged"]["context"] == [40, 288]
     rows = {row["implementation"]: row for row in report["rows"]}

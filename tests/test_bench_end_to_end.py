@@ -138,7 +138,7 @@ def test_plot(report, tmp_path):
         baseline.figure()
 
 
-def test_what_fails_is_a_row_that_says_so(monkeypatch, run, directory, file, caplog):
+def test_what_fails_is_a_row_that_says_so(monkeypatch, run, directory, file):
     def fail(*args, **settings):
         raise MemoryError("out of memory\nand more")
 
@@ -151,10 +151,9 @@ def test_what_fails_is_a_row_that_says_so(monkeypatch, run, directory, file, cap
     assert (code, err) == (0, "")
     assert [(row["context"], row["temperature"], row["method"], row["gamma"]) for row in report["rows"]] == ROWS
     assert {(row["status"], row["note"]) for row in report["rows"] + report["teacher_forced"]} == {("failed", "MemoryError: out of memory")}
-    caplog.set_level("INFO", "qspec_jax.bench.end_to_end")
-    code, out, _ = run("bench", "end-to-end", *flags)
+    code, out, err = run("bench", "end-to-end", *flags)
     assert code == 0 and "failed: MemoryError: out of memory" in out
-    assert caplog.text.count("100 tokens, temperature") == len(ROWS) + 2
+    assert err.count("qspec: 100 tokens, ") == err.count(": failed: MemoryError") == len(ROWS) + 2
 
 
 def test_what_cannot_be_compiled_is_left_to_fail_in_its_turn(monkeypatch):

@@ -161,7 +161,7 @@ def test_json(run):
     code, out, err = run("bench", "matmul", "--shape", "tiny", "--repeats", 2, "--json", "--implementation", "reference")
     assert (code, err) == (0, "")
     report = json.loads(out)
-    assert report.keys() == {"device", "date", "versions", "read_bandwidth_gb_per_s", "repeats", "shapes", "rows"}
+    assert report.keys() == {"device", "date", "versions", "earlier", "read_bandwidth_gb_per_s", "repeats", "shapes", "rows"}
     assert report["shapes"]["tiny-qkv-M1"] == {"model": "tiny", "layer": "qkv", "rows": 1, "inputs": 256, "outputs": [64, 32, 32]}
     assert [(row["shape"], row["implementation"]) for row in report["rows"]] == [
         (shape.name, name) for shape in TINY for name in ("xla", "torch", "reference")

@@ -54,11 +54,11 @@ def test_what_is_read_and_generated(monkeypatch, run, one_layer):
 TASKS = (states.FIRST_TOKEN, states.QUESTIONS, states.SAMPLES)
 
 
-def test_the_table_and_the_plot(run, one_layer, tmp_path, caplog):
+def test_the_table_and_the_plot(run, one_layer, tmp_path):
     flags = ["--context", 40, "--questions", 2, "--samples", 0, "--draft", "none", "--batch-size", 2, "--plot", tmp_path / "a.svg"]
     code, out, err = run(*FAST, *flags)
     assert code == 0, err
-    assert caplog.text.count(" tokens, questions, from a state: ") == caplog.text.count(" tokens, first token, read again: ") == 2
+    assert err.count(" tokens, questions, from a state: ") == err.count(" tokens, first token, read again: ") == 2
     lines = [line.split() for line in out.splitlines()]
     assert [line[:3] for line in lines if line[1:3] == ["first", "token"]] == [[n, "first", "token"] for n in ("300", "300", "40", "40")]
     assert "samples" not in [line[1] for line in lines if len(line) > 6 and line[0].isdecimal()]

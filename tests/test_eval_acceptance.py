@@ -16,7 +16,7 @@ from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.registry import parse_draft, unbudgeted, with_budget
-from qspec_jax.evaluate import acceptance, acceptance_report, kept_rows
+from qspec_jax.evaluate import acceptance, acceptance_report
 from qspec_jax.evaluate.texts import cut, token_stream
 from qspec_jax.quantization.weights import quantize_linears
 from qspec_jax.reports import TABLE_WIDTH, show, this_run
@@ -273,64 +273,43 @@ SHORT = ["--context", 20, "--max-new-tokens", 4, "--mode", "teacher-forced", "--
 
 
 def test_rows_are_said_and_kept_as_they_come(run, directory, file, tmp_path, monkeypatch):
-    """Each before the next is measured; a run that is ended leaves them, and one that is not leaves its report alone."""
+    """Each before the next is measured; a run that is ended leaves them, and the next one measures the others alone."""
     output, partial, seen = tmp_path / "report.json", tmp_path / "report.json.partial", []
     output.write_text("an older report")
 
-    def measured(runs, ended_after=4):
-        for row in ROWS[:ended_after]:
+    def measured(runs, rows=ROWS, ended_after=4):
+        runs = list(runs)
+        for row in rows[:ended_after]:
             seen.append(partial.read_text().splitlines() if partial.exists() else [])
             yield row
-        if ended_after < 4:
+        if ended_after < len(runs):
             raise KeyboardInterrupt
 
     base = ["eval", "acceptance", "--model", directory, "--file", file, *SHORT, "--seed", 3, "--output", output]
-    monkeypatch.setattr(acceptance, "teacher_forced_in_turn", lambda runs: measured(runs, 3))
+    monkeypatch.setattr(acceptance, "teacher_forced_in_turn", lambda runs: measured(runs, ended_after=3))
     code, out, err = run(*base)
     assert (code, out, output.read_text()) == (130, "", "an older report")
-    assert [line.split(": ")[2] for line in err.splitlines()] == [
-        f"accepted / drafted {rate:.3f}, 1.50 tokens a round" for rate in (0.25, 0.5, 0.75)
-    ]
-    assert "quantspec, 20 tokens, gamma 2, temperature 0, teacher-forced" in err.splitlines()[2]
+    *lines, last = err.splitlines()
+    assert [line.split(": ")[2] for line in lines] == [f"accepted / drafted {rate:.3f}, 1.50 tokens a round" for rate in (0.25, 0.5, 0.75)]
+    assert lines[2].startswith("qspec: quantspec, 20 tokens, gamma 2, temperature 0, teacher-forced: ")
+    assert last == f"qspec: interrupted; the same command goes on from {partial}"
     assert [len(lines) for lines in seen] == [0, 2, 3]
     header, *rows = map(json.loads, partial.read_text().splitlines())
-    about = {"model": str(directory), "dtype": "float32", "seed": 3, "scheme": "int8_first", "group_size": 64, "calibration": False}
-    assert header == {"unfinished_report": about}
-    assert [(row["gamma"], row["temperature"], row["acceptance_rate"]) for row in rows] == [(1, 0, 0.25), (1, 1, 0.5), (2, 0, 0.75)]
+    assert header["unfinished_report"]["command"] == "qspec eval acceptance"
+    assert [(row["value"]["gamma"], row["value"]["temperature"], row["value"]["acceptance_rate"]) for row in rows] == [
+        (1, 0, 0.25), (1, 1, 0.5), (2, 0, 0.75)
+    ]  # fmt: skip
 
     seen.clear()
-    monkeypatch.setattr(acceptance, "teacher_forced_in_turn", measured)
+    monkeypatch.setattr(acceptance, "teacher_forced_in_turn", lambda runs: measured(runs, ROWS[3:]))
     code, out, err = run(*base, "--json")
     assert (code, out, err) == (0, "", "") and not partial.exists()
-    assert [len(lines) for lines in seen] == [4, 2, 3, 4]  # what the first run left is there until there is something newer
+    assert len(seen) == 1 and len(seen[0]) == 4
     report = json.loads(output.read_text())
-    assert report["results"][:3] == rows and len(report["results"]) == 4 and about.items() <= report.items()
+    assert report["results"][:3] == [row["value"] for row in rows] and len(report["results"]) == 4
+    assert report["earlier"] == [row["row"] for row in rows] and report["results"][3]["acceptance_rate"] == 1
+    monkeypatch.setattr(acceptance, "teacher_forced_in_turn", measured)
     assert run(*base[:-2], "--json")[1].startswith("{") and list(tmp_path.iterdir()) == [output]
-
-
-@pytest.mark.parametrize("content", ['{"run": {"prompts": "0"}}\n', "notes\n", "[1]\n", '{"unfinished_report": {}, "more": 1}\n'])
-def test_what_no_report_has_left_stays(fails, directory, file, tmp_path, monkeypatch, content):
-    """Such as the journal of a `batch` with the same output."""
-    monkeypatch.setattr(acceptance, "teacher_forced_in_turn", lambda runs: pytest.fail("a draft was measured"))
-    partial = tmp_path / "out.partial"
-    partial.write_text(content)
-    fails(["eval", "acceptance", "--model", directory, "--file", file, *SHORT, "--output", tmp_path / "out"], partial, "move it away")
-    assert partial.read_text() == content
-
-
-def test_rows_of_another_process_stay(fails, directory, file, tmp_path, monkeypatch):
-    monkeypatch.setattr(acceptance, "teacher_forced_in_turn", lambda runs: pytest.fail("a draft was measured"))
-    output, partial = tmp_path / "out", tmp_path / "out.partial"
-    with kept_rows.rows_kept(output, {"model": "another"}) as keep:
-        keep({"draft": "quantspec"})
-        content = partial.read_text()
-        fails(
-            ["eval", "acceptance", "--model", directory, "--file", file, *SHORT, "--output", output],
-            partial,
-            "another process is writing it",
-        )
-        assert partial.read_text() == content and len(content.splitlines()) == 2
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("output", ["no such folder/out", "x" * 250])

@@ -18,6 +18,7 @@ from qspec_jax.drafts.quantspec import QuantSpecDraft
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import answers, needle
 from qspec_jax.evaluate.acceptance import teacher_forced
+from qspec_jax.reports import this_run
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +255,9 @@ def test_table_and_plot_have_every_cell(tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "save", lambda figure, path: (figures.append(figure), figure.savefig(path)))
     asked = [(method, length, depth) for method in needle.METHODS for length in (512, 1024) for depth in (0, 0.5)]
     cells = [needle.Cell(m.method, m.cache, length, depth, length - 2, i, 9) for i, (m, length, depth) in enumerate(asked)]
-    report = needle.NeedleReport("text", 0, "float32", cells, needle.Agreement(72, 35, 34))
+    report = needle.NeedleReport(
+        **this_run(), format="text", seed=0, dtype="float32", results=cells, agreement=needle.Agreement(72, 35, 34)
+    )
     console = Console(width=150)
     with console.capture() as captured:
         console.print(report.table())

@@ -1,6 +1,7 @@
 """`qspec bench all-reduce`: how long the devices that a model is divided over take to add up hidden states, as they do twice in a layer."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -11,8 +12,10 @@ from rich.console import RenderableType
 
 from qspec_jax.bench.timing import Timing, loop, loop_trips, time_loop
 from qspec_jax.errors import named
+from qspec_jax.kept_rows import NOT_KEPT, KeptRows
 from qspec_jax.models.sharding import MODEL
-from qspec_jax.reports import Run, grid, page, progress_bar, this_run
+from qspec_jax.progress import progress_bar
+from qspec_jax.reports import Run, grid, page, this_run
 
 # What adds up, and the options of XLA that choose it; on a CPU there is one alone.
 # Without options XLA takes its own kernel for small arrays (jax 0.11).
@@ -61,17 +64,38 @@ class AllReduceReport(Run):
         return page(f"All-reduce over {self.devices} x {self.device}", f", {self.date}", found, notes=[note])
 
 
-def run(mesh: Mesh, rows: Sequence[int], width: int, *, repeats: int = 20, progress: bool | None = None) -> AllReduceReport:
-    """Measures arrays of each of these numbers of rows over the devices of a mesh. progress: see `reports.progress_bar`."""
+def run(
+    mesh: Mesh, rows: Sequence[int], width: int, *, repeats: int = 20, kept: KeptRows = NOT_KEPT, progress: bool | None = None
+) -> AllReduceReport:
+    """Measures arrays of each of these numbers of rows over the devices of a mesh.
+
+    Args:
+        mesh: of the devices.
+        rows: of the arrays.
+        width: of the arrays.
+        repeats: timed batches.
+        kept: the rows of an earlier run.
+        progress: see `progress_bar`.
+    """
     ways = CPU_WAYS if mesh.devices.flat[0].platform == "cpu" else WAYS
     cases = [(count, way) for count in rows for way in ways]
     found = []
-    for count, way in progress_bar(cases, progress=progress):
+
+    def row(count: int, way: str) -> AllReduceRow:
         try:
-            found.append(_measured(mesh, AllReduceRow(way, count, width), ways[way], repeats))
+            return _measured(mesh, AllReduceRow(way, count, width), ways[way], repeats)
         except Exception as error:  # one row of many
-            found.append(AllReduceRow(way, count, width, error=named(error)))
+            return AllReduceRow(way, count, width, error=named(error))
+
+    for count, way in progress_bar(cases, progress=progress):
+        found.append(
+            kept.measured(f"{count} rows, {way}", AllReduceRow, functools.partial(row, count, way), _figures, lambda row: not row.error)
+        )
     return AllReduceReport(**this_run(), devices=mesh.size, rows=found)
+
+
+def _figures(row: AllReduceRow) -> str:
+    return f"{row.timing.median_us:,.1f} us" if row.timing else row.error
 
 
 def _measured(mesh: Mesh, row: AllReduceRow, options: dict[str, str], repeats: int) -> AllReduceRow:

@@ -19,6 +19,7 @@ from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.placement import Placement
 from qspec_jax.models.sharding import mesh_of, weight_sharding
+from qspec_jax.progress import working
 from qspec_jax.quantization.weights import group_size_over, is_linear
 
 
@@ -108,6 +109,7 @@ def check_gpu(name: str) -> None:
         raise InputError(f"--arch {name} needs a GPU, and JAX finds none; --arch {' or '.join(TINY)} runs anywhere")
 
 
+@working("making random weights")
 def random_model(config: LlamaConfig, *, seed: int = 0, mesh: Mesh | None = None) -> Llama:
     """Makes a model in bfloat16: normal matrices with a standard deviation of 0.02, norms 1, biases 0.
 

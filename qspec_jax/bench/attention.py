@@ -25,6 +25,7 @@ from qspec_jax.bench.kernels import Figures, KernelReport, KernelRow
 from qspec_jax.bench.peers import PEERS, Unavailable
 from qspec_jax.bench.timing import Timing, input_count, time_in_place, time_jax
 from qspec_jax.errors import InputError
+from qspec_jax.kept_rows import NOT_KEPT, KeptRows
 
 # Tokens in a row of the shortened shape that errors are measured on: the float32 reference is slow.
 ERROR_TOKENS = 4096
@@ -120,7 +121,13 @@ def select_implementations(names: Sequence[str], *, append: bool = False) -> lis
 
 
 def run(
-    shapes: Sequence[AttentionShape], implementations: Sequence[str], *, peers: bool = True, repeats: int = 20, progress: bool | None = None
+    shapes: Sequence[AttentionShape],
+    implementations: Sequence[str],
+    *,
+    peers: bool = True,
+    repeats: int = 20,
+    kept: KeptRows = NOT_KEPT,
+    progress: bool | None = None,
 ) -> AttentionReport:
     """Measures every implementation and peer on every shape; see `kernels.run`.
 
@@ -133,7 +140,8 @@ def run(
             return dataclasses.replace(peer(_bf16(shape), name), shape=shape.name)
         return measure(shape, name, repeats=repeats)
 
-    return kernels.run(AttentionReport, shapes, [*(PEERS if peers else ()), *implementations], row, repeats=repeats, progress=progress)
+    settings = dict(repeats=repeats, kept=kept, progress=progress)
+    return kernels.run(AttentionReport, shapes, [*(PEERS if peers else ()), *implementations], row, **settings)
 
 
 def measure(shape: AttentionShape, implementation: str, *, config=None, repeats: int = 20, error_tokens: int = ERROR_TOKENS) -> KernelRow:

@@ -1,6 +1,7 @@
 """`qspec bench attention --tune`: measures the configurations of our kernels and keeps the best for this device."""
 
 import dataclasses
+import functools
 import importlib
 import tempfile
 from collections import defaultdict
@@ -10,11 +11,13 @@ import jax
 from rich.console import RenderableType
 
 from pallas_kernels import tuning
-from qspec_jax.bench import attention
+from qspec_jax.bench import attention, kernels
 from qspec_jax.bench.attention_shapes import AttentionShape, random_problem, random_view
 from qspec_jax.bench.kernels import KernelRow
 from qspec_jax.errors import InputError
-from qspec_jax.reports import Run, grid, page, progress_bar, this_run
+from qspec_jax.kept_rows import NOT_KEPT, KeptRows
+from qspec_jax.progress import progress_bar
+from qspec_jax.reports import Run, grid, page, this_run
 
 # The largest relative error, against the reference, of a right result.
 MAX_ERROR = 1e-2
@@ -93,7 +96,12 @@ def check() -> None:
 
 
 def run(
-    shapes: Sequence[AttentionShape], implementations: Sequence[str], *, repeats: int = 20, progress: bool | None = None
+    shapes: Sequence[AttentionShape],
+    implementations: Sequence[str],
+    *,
+    repeats: int = 20,
+    kept: KeptRows = NOT_KEPT,
+    progress: bool | None = None,
 ) -> TuningReport:
     """Measures every candidate on every shape, and stores the best of each problem as it is found.
 
@@ -116,8 +124,10 @@ def run(
             trials = []
             for shape, name, problem, configs in work:
                 for config in configs:
-                    bar.set_description(f"{shape.name}: {name} {_describe(dataclasses.asdict(config))}")
-                    row = attention.measure(shape, name, config=config, repeats=repeats, error_tokens=ERROR_TOKENS)
+                    label = f"{shape.name}, {name}, {_describe(dataclasses.asdict(config))}"
+                    settings = dict(config=config, repeats=repeats, error_tokens=ERROR_TOKENS)
+                    measure = functools.partial(attention.measure, shape, name, **settings)
+                    row = kept.measured(label, KernelRow, measure, kernels.described, kernels.is_measured)
                     trials.append(Trial(kernel, problem, dataclasses.asdict(config), config == configs[0], row))
                     bar.update()
             trials = choose(trials)

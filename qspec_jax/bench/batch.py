@@ -1,7 +1,8 @@
 """`qspec bench batch`: many prompts through a batch that is refilled, and through fixed batches, in one run."""
 
 import dataclasses
-import logging
+import functools
+import operator
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -24,11 +25,11 @@ from qspec_jax.decoding.results import BatchStats
 from qspec_jax.decoding.sampling import Sampler, make_sampler
 from qspec_jax.drafts.step_bytes import bytes_in_loop, bytes_of
 from qspec_jax.errors import InputError
+from qspec_jax.kept_rows import NOT_KEPT, KeptRows
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
-from qspec_jax.reports import Run, formatted, grid, page, progress_bar, this_run
-
-log = logging.getLogger(__name__)
+from qspec_jax.progress import awaited, progress_bar, working
+from qspec_jax.reports import Run, formatted, grid, page, this_run
 
 SEVERAL = "several devices"
 WAYS = {"refilled": {"refill": True}, "fixed": {"refill": False}, "one by one": {"batch_size": 1}, SEVERAL: {"refill": True}}
@@ -161,12 +162,21 @@ def run(
     ways: Sequence[str],
     rate: float | None,
     devices: Sequence[jax.Device] = (),
+    kept: KeptRows = NOT_KEPT,
     progress: bool | None,
 ) -> BatchReport:
     """Decodes all requests once in each way, after they have been decoded once to warm up.
 
-    rate: the simulated chance that a draft is accepted, given those before it; None verifies for real. devices: those of the way `SEVERAL`,
-    each of which decodes `batch_size` rows.
+    Args:
+        name: the model's, for the report.
+        model: the target.
+        requests: all of them.
+        batch_size: rows at a time.
+        ways: of `WAYS`, "refilled" first.
+        rate: the simulated chance that a draft is accepted, given those before it; None verifies for real.
+        devices: those of the way `SEVERAL`, each of which decodes `batch_size` rows.
+        kept: the ways of an earlier run.
+        progress: see `progress_bar`.
     """
 
     def strategy(*configs: GenerationConfig):
@@ -176,9 +186,10 @@ def run(
     settings = dict(batch_size=batch_size, strategy=strategy)
 
     rows_of_each = min(batch_size, -(-len(requests) // max(1, len(devices))))  # as several devices have
-    apart = devices if SEVERAL in ways else ()  # each has programs of its own
-    alone = not apart or rows_of_each < batch_size
-    with progress_bar(progress=progress, desc="warm-up", total=(alone + len(apart)) * len(requests), unit="prompt") as bar:
+    missing = [way for way in ways if way not in kept]
+    apart = devices if SEVERAL in missing else ()  # each has programs of its own
+    alone = bool(missing) and (not apart or rows_of_each < batch_size)
+    with progress_bar(progress=progress, total=(alone + len(apart)) * len(requests), unit="prompt") as bar, working("warm-up"):
 
         def warm_up(own: list[jax.Device] | None, rows: int) -> None:
             # All of them, in their order: a pool of pages is as large as that asks for, and programs depend on it.
@@ -189,21 +200,26 @@ def run(
             warm_up(None, batch_size)
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda device: warm_up([device], rows_of_each), apart))
-    rows, tokens, peak_bytes = [], None, None
-    for way in ways:
+
+    def measured(way: str) -> _Decoded:
         batch = run_batch(model, prepared, **settings | WAYS[way], devices=devices if way == SEVERAL else None)
-        bar = progress_bar(batch, progress=progress, desc=way, total=len(requests), unit="prompt")
-        results = {result.index: result.token_ids for result in bar}
-        tokens = tokens or results
-        same = sum(results[i] == tokens[i] for i in tokens) / len(tokens)
-        rows.append(BatchRow(way, batch.stats, **batch.stats.rates, same_tokens=same))
-        if progress is not False:  # all of it takes long, and may be ended before the report
-            stats, speed = batch.stats, f"{rows[-1].tokens_per_second:,.1f}"
-            log.info("%s: %s tokens/s, decoding %.1f s, prefill %.1f s", way, speed, stats.decode_s, stats.prefill_s)
-        if way == "refilled":
-            peak_bytes = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+        with progress_bar(progress=progress, total=len(requests), unit="prompt") as bar:
+            found = {}
+            for result in awaited(batch, "prompt", len(requests)):
+                found[result.index] = result.token_ids
+                bar.update()
+        peak_bytes = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+        return _Decoded(batch.stats, [found[i] for i in sorted(found)], peak_bytes)
+
+    decoded = {way: kept.measured(way, _Decoded, functools.partial(measured, way), _figures) for way in ways}
+    tokens, rows = decoded[ways[0]].tokens, []
+    for way, found in decoded.items():
+        same = sum(map(operator.eq, found.tokens, tokens)) / len(tokens)
+        rows.append(BatchRow(way, found.stats, **found.stats.rates, same_tokens=same))
+    peak_bytes = decoded["refilled"].peak_bytes
     refilled, fixed, several = (next((row for row in rows if row.way == way), None) for way in ("refilled", "fixed", SEVERAL))
-    prefill_s, decode_s = _prefill_seconds(prepared, strategy), _decode_seconds(refilled.stats, batch_size)
+    prefill_s = kept.measured("prefill alone", float, lambda: _prefill_seconds(prepared, strategy), lambda seconds: f"{seconds:.1f} s")
+    decode_s = _decode_seconds(refilled.stats, batch_size)
     return BatchReport(
         **this_run(),
         model=name,
@@ -223,6 +239,20 @@ def run(
         held_bytes=bytes_of((model, prepared.draft)) + bytes_in_loop(prepared.draft) + refilled.stats.held_bytes,
         peak_bytes=peak_bytes,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Decoded:
+    """All prompts, decoded in one way: the statistics, the tokens of each prompt, and the most that the device had in use by then."""
+
+    stats: BatchStats
+    tokens: list[list[int]]
+    peak_bytes: int | None
+
+
+def _figures(found: _Decoded) -> str:
+    stats = found.stats
+    return f"{stats.rates['tokens_per_second']:,.1f} tokens/s, decoding {stats.decode_s:.1f} s, prefill {stats.prefill_s:.1f} s"
 
 
 def _decode_seconds(stats: BatchStats, slots: int) -> float | None:

@@ -7,7 +7,6 @@ accepts.
 
 import dataclasses
 import functools
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -40,11 +39,11 @@ from qspec_jax.drafts.registry import NONE, make_draft
 from qspec_jax.drafts.step_bytes import bytes_of, devices_of
 from qspec_jax.errors import InputError, is_out_of_memory, named
 from qspec_jax.evaluate.acceptance import repeated_ngrams
+from qspec_jax.kept_rows import NOT_KEPT, KeptRows
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
-from qspec_jax.reports import progress_bar, this_run
-
-log = logging.getLogger(__name__)
+from qspec_jax.progress import progress_bar, working
+from qspec_jax.reports import formatted, this_run
 
 LONG_PREFILL_S = 20.0  # a first prefill that takes longer is not repeated: what warming up adds to it is negligible
 
@@ -82,6 +81,7 @@ def run(
     rates: Mapping[int, float] | None,
     batch_sizes: Sequence[int] = (1,),
     beside: Sequence[DecodeRow] = (),
+    kept: KeptRows = NOT_KEPT,
     progress: bool | None = None,
 ) -> DecodeReport:
     """Measures every method at every context and batch size, those that draft with each gamma, greedy, on random prompts.
@@ -99,25 +99,21 @@ def run(
         rates: simulated acceptance at each context; None: drafts are verified.
         batch_sizes: rows decoded together, ascending.
         beside: rows of other programs, to compare with.
-        progress: see `reports.progress_bar`.
+        kept: the rows of an earlier run.
+        progress: see `progress_bar`.
     """
     rows = []
     cases = [Case(method, gamma) for method in methods for gamma in method.gammas(gammas)]
     with progress_bar(total=1 + len(contexts) * len(batch_sizes) * len(cases), progress=progress) as bar:
-        bar.set_description("read bandwidth")
         copies = any(CacheConfig.parse(method.cache).in_host_memory for method in methods)
-        bandwidth = Bandwidth(read_bandwidth(repeats=settings.repeats), copy_bandwidth(repeats=settings.repeats) if copies else None)
+        bandwidth = kept.measured("bandwidth", Bandwidth, lambda: _bandwidth(settings.repeats, copies=copies))
         bar.update()
         for context in contexts:
             prompt = jax.random.randint(jax.random.key(settings.seed), (1, bucket(context)), 0, model.config.vocab_size)[:, :context]
-            bar.set_description(f"{context:,} tokens: compiling")
-            found = []
             settings = dataclasses.replace(settings, rate=rates[context] if rates else None, bandwidth=bandwidth)
-            for row in measure(model, int4, cases, prompt.tolist(), settings, batch_sizes=batch_sizes):
+            found = []
+            for row in measure(model, int4, cases, prompt.tolist(), settings, batch_sizes=batch_sizes, kept=kept):
                 found.append(row)
-                if progress is not False:
-                    _log_row(row)
-                bar.set_description(f"{context:,} tokens")
                 bar.update()
             rows += compared(found + [row for row in beside if row.context == context])
     return DecodeReport(
@@ -138,10 +134,17 @@ def _peak_allocated_bytes() -> int | None:
     return max(filter(None, peaks), default=None)
 
 
-def _log_row(row: DecodeRow) -> None:
-    """Logs a row once it is measured: with many batch sizes a run takes long, and may be ended before its report."""
-    figure = f"{row.tokens_per_second:,.1f} tokens/s" if row.status == "measured" else f"{row.status}: {row.note}"
-    log.info("%s tokens, batch size %d, %s, gamma %d: %s", f"{row.context:,}", row.batch_size, row.method, row.gamma, figure)
+def _bandwidth(repeats: int, *, copies: bool) -> Bandwidth:
+    """The device's; copies: whether also that of copies from host memory."""
+    return Bandwidth(read_bandwidth(repeats=repeats), copy_bandwidth(repeats=repeats) if copies else None)
+
+
+def _is_measured(row: DecodeRow) -> bool:
+    return row.status == "measured"
+
+
+def _figures(row: DecodeRow) -> str:
+    return formatted(row.tokens_per_second, ",.1f", " tokens/s") if row.status == "measured" else f"{row.status}: {row.note}"
 
 
 def measure(
@@ -152,13 +155,14 @@ def measure(
     settings: Settings,
     *,
     batch_sizes: Sequence[int] = (1,),
+    kept: KeptRows = NOT_KEPT,
 ) -> Iterator[DecodeRow]:
     """Measures each case with each batch size after these prompts of one length, and yields its row; a case that fails, for lack of memory
     for example, gets a row too.
 
     First the drafts are made, which all stay; then, for one batch size after the other, all programs are compiled, side by side.
     batch_sizes: ascending; a prompt is read once and its row repeated. Where a case does not fit the memory, it is skipped with more rows.
-    Raises InputError for an inner rate that no draft uses.
+    kept: the rows of an earlier run. Raises InputError for an inner rate that no draft uses.
     """
 
     def make(case: Case) -> Draft | None:
@@ -166,26 +170,34 @@ def measure(
         config = dataclasses.replace(case.config(settings.max_new_tokens), draft=draft or NONE)
         return jax.block_until_ready(prepare(model, prompts, config=config, key=key_of(settings.seed)).draft)
 
-    made = [(case, attempt(make, case)) for case in cases]
-    if settings.inner_rate is not None and not any(isinstance(draft, Exception) or _verifies(draft) for _, draft in made):
+    def label(case: Case, batch_size: int) -> str:
+        settings = f"batch size {batch_size}, temperature {case.temperature:g}"
+        return f"{len(prompts[0]):,} tokens, {settings}, {case.method.name}, gamma {case.gamma}"
+
+    missing = [case for case in cases if any(label(case, batch_size) not in kept for batch_size in batch_sizes)]
+    made = [(case, attempt(make, case)) for case in missing]
+    if settings.inner_rate is not None and made and not any(isinstance(draft, Exception) or _verifies(draft) for _, draft in made):
         raise InputError("an inner rate of acceptance is for drafts that themselves verify, such as triforce; none of these does")
     too_many: dict[Case, int] = {}  # the batch size with which a case did not fit
     for batch_size in batch_sizes:
-        fitting = [(case, draft) for case, draft in made if case not in too_many]
+        fitting = [(case, draft) for case, draft in made if case not in too_many and label(case, batch_size) not in kept]
         results = _results(model, fitting, prompts, settings, batch_size)
-        for case in cases:
+
+        def row(case: Case, batch_size: int = batch_size, results: Iterator[DecodeRow | Exception] = results) -> DecodeRow:
             without_figures = functools.partial(
                 DecodeRow, case.method.name, len(prompts[0]), case.gamma, temperature=case.temperature, batch_size=batch_size
             )
             if (fewer := too_many.get(case, batch_size)) < batch_size:
-                yield without_figures("skipped", f"batch size {fewer} did not fit")
-                continue
+                return without_figures("skipped", f"batch size {fewer} did not fit")
             result = next(results)
             if isinstance(result, Exception):  # one row of many
                 if is_out_of_memory(result):
                     too_many[case] = batch_size
-                result = without_figures("failed", named(result))
-            yield result
+                return without_figures("failed", named(result))
+            return result
+
+        for case in cases:
+            yield kept.measured(label(case, batch_size), DecodeRow, functools.partial(row, case), _figures, _is_measured)
 
 
 def _verifies(draft: Draft | None) -> bool:
@@ -215,7 +227,8 @@ def _results(
             loops = functools.cache(loop)  # which methods share
             begun = [attempt(one.with_steps, pool, settings.bandwidth, loops) if isinstance(one, _Measured) else one for one in begun]
             del loops  # or no program of a step would be freed before the last row
-        pool.shutdown()
+        with working("compiling"):
+            pool.shutdown()
     except BaseException:  # such as an interrupt
         pool.shutdown(wait=False, cancel_futures=True)
         raise
@@ -301,7 +314,8 @@ class _Measured:
         fork, fork_s = (None, 0.0) if self.fork is None else self.fork.result()
         loops = {name: (program.result()[0], trips) for name, (program, trips) in self.loops.items()}
         jax.block_until_ready((self.model, self.engine.draft))
-        state, prefill_s = _timed(functools.partial(self.prefills[0].run, prepare))  # to warm up
+        with working("prefilling"):
+            state, prefill_s = _timed(functools.partial(self.prefills[0].run, prepare))  # to warm up
         draft, cache = self.engine.draft_in_loop, self.shapes[0].cache
         streamed = isinstance(cache.streamed_part, StreamedCache)
         row = DecodeRow(
@@ -324,13 +338,15 @@ class _Measured:
         for i, prefill in enumerate(self.prefills):
             if i or prefill_s < LONG_PREFILL_S:
                 del state  # its cache is gone before the next is made
-                state, prefill_s = _timed(functools.partial(prefill.run, prepare))
+                with working(f"prefilling prompt {i + 1} of {len(self.prefills)}"):
+                    state, prefill_s = _timed(functools.partial(prefill.run, prepare))
             if bandwidth is not None and i == len(self.prefills) - 1:
                 # What the steps are timed from, of one row. It waits in host memory: of 24 GB a draft's own cache takes a fifth.
                 prepared = jax.block_until_ready(jax.tree.map(to_host, (state.cache.lengths, state.draft)))
             if fork is not None:
                 state = jax.block_until_ready(fork(*self._fork_call(i, state).args))
-            run, state = self._decoded(decode, state, prefill_s)
+            with working(f"decoding prompt {i + 1} of {len(self.prefills)}"):
+                run, state = self._decoded(decode, state, prefill_s)
             runs.append(run)
         row = _totalled(row, runs)
         if bandwidth is None:

@@ -22,6 +22,7 @@ from qspec_jax.drafts.draft import Draft, StepwiseDraft
 from qspec_jax.drafts.step_bytes import cache_bytes_of_step, devices_of, step_bytes, weight_bytes
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.viewed import ViewedModel
+from qspec_jax.progress import working
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +91,8 @@ class StepsOfRound:
         timings = {}
         for step in self.of(shown, draft):
             carry = tokens, cache, step.kept(state.draft)
-            timing, (tokens, cache, _) = time_loop(*programs[step.name], carry, step.inputs, repeats=repeats)
+            with working(f"timing the step {step.name}"):
+                timing, (tokens, cache, _) = time_loop(*programs[step.name], carry, step.inputs, repeats=repeats)
             share = self.bandwidth.seconds(step.bytes, step.host_bytes) * 1e6 / timing.median_us
             timings[step.name] = StepTiming(timing, step.bytes, share, step.host_bytes)
         return timings

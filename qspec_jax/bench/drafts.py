@@ -5,6 +5,7 @@ slows all of them alike. It runs what users run: `generate`, with `auto` as it s
 """
 
 import dataclasses
+import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -16,8 +17,10 @@ from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.prepare import Prepared, prepare
 from qspec_jax.decoding.resolve import resolve_auto_draft
 from qspec_jax.drafts.registry import NONE, make_draft
+from qspec_jax.kept_rows import NOT_KEPT, KeptRows
 from qspec_jax.models.llama import Llama
-from qspec_jax.reports import Run, grid, page, progress_bar, this_run
+from qspec_jax.progress import progress_bar, working
+from qspec_jax.reports import Run, grid, page, this_run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +98,18 @@ class _Way:
     prepared: Prepared
 
 
+@dataclasses.dataclass(frozen=True)
+class _Decode:
+    """One decode in one turn."""
+
+    tokens_per_second: float
+    tokens_per_round: float
+
+
+def _figures(found: _Decode) -> str:
+    return f"{found.tokens_per_second:,.1f} tokens/s"
+
+
 def run(
     name: str,
     model: Llama,
@@ -106,6 +121,7 @@ def run(
     gamma: int | None = None,
     max_new_tokens: int = 128,
     turns: int = 7,
+    kept: KeptRows = NOT_KEPT,
     progress: bool | None = None,
 ) -> DraftsReport:
     """Decodes greedily after a prompt with each draft, in turns; a first turn, which compiles, does not count.
@@ -120,7 +136,8 @@ def run(
         gamma: drafts of a round; None for each draft's default.
         max_new_tokens: tokens that each decode adds.
         turns: how many.
-        progress: see `reports.progress_bar`.
+        kept: the decodes of an earlier run, a row for each.
+        progress: see `progress_bar`.
     """
     shared = dict(max_new_tokens=max_new_tokens, num_speculative_tokens=gamma, ignore_eos=True)
 
@@ -132,18 +149,29 @@ def run(
     drafted = [way(draft, cache) for draft in dict.fromkeys(drafts)]
     kinds = dict.fromkeys(each.config.cache or each.config.cache_config.kind for each in drafted)
     ways = [way(NONE, None), *(way(NONE, kind) for kind in kinds if kind != "full"), *drafted]
+    caches = [each.config.cache or each.config.cache_config.kind for each in ways]
+    names = [f"{each.asked}, {kind} cache" for each, kind in zip(ways, caches)]
+
+    def decoded(i: int) -> _Decode:
+        stats = generate(model, ways[i].prepared).stats
+        return _Decode(stats.tokens_per_second, stats.mean_acceptance_length or 1.0)
+
+    def label(turn: int, i: int) -> str:
+        return f"turn {turn} of {turns}, {names[i]}"
+
     speeds: list[list[float]] = [[] for _ in ways]
     rounds = [1.0] * len(ways)
     with progress_bar(total=(turns + 1) * len(ways), progress=progress) as bar:
         for turn in range(turns + 1):
             for i in [*range(turn % len(ways), len(ways)), *range(turn % len(ways))]:  # each comes after every other one at times
-                bar.set_description(f"turn {turn} of {turns}: {ways[i].asked}")
-                stats = generate(model, ways[i].prepared).stats
-                rounds[i] = stats.mean_acceptance_length or 1.0
                 if turn:
-                    speeds[i].append(stats.tokens_per_second)
+                    found = kept.measured(label(turn, i), _Decode, functools.partial(decoded, i), _figures)
+                    speeds[i].append(found.tokens_per_second)
+                    rounds[i] = found.tokens_per_round
+                elif any(label(later, i) not in kept for later in range(1, turns + 1)):
+                    with working(f"warm-up, {names[i]}"):
+                        decoded(i)
                 bar.update()
-    caches = [each.config.cache or each.config.cache_config.kind for each in ways]
     baseline = {kind: i for i, kind in reversed(list(enumerate(caches))) if ways[i].asked == NONE}
 
     def ratio(i, j):

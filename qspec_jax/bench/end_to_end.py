@@ -7,7 +7,6 @@ are walked (teacher-forced acceptance), and what is before them is the prompt of
 import dataclasses
 import functools
 import itertools
-import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -28,10 +27,10 @@ from qspec_jax.errors import InputError, named
 from qspec_jax.evaluate import acceptance
 from qspec_jax.evaluate.acceptance import Acceptance, with_error
 from qspec_jax.evaluate.texts import cut
+from qspec_jax.kept_rows import NOT_KEPT, KeptRows
 from qspec_jax.models.llama import Llama
-from qspec_jax.reports import Run, formatted, grid, page, progress_bar, this_run
-
-log = logging.getLogger(__name__)
+from qspec_jax.progress import progress_bar
+from qspec_jax.reports import Run, formatted, grid, page, this_run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,14 +153,14 @@ def run(
     texts: int,
     calibrate: bool,
     seed: int = 0,
+    kept: KeptRows = NOT_KEPT,
     progress: bool | None = None,
 ) -> EndToEndReport:
     """Measures every method at every context and temperature, those that draft with each gamma. The first is the baseline.
 
     stream: real text, as token ids. texts: how many of each context, fewer where the stream has no more; they are decoded one after the
-    other and walked as a batch. progress: a bar on standard error;
-    None where that is a terminal. Raises InputError where the stream or the model's positions are too few for a context; what fails later
-    gets a row that says so.
+    other and walked as a batch. kept: the rows of an earlier run. progress: see `progress_bar`. Raises InputError where the stream or the
+    model's positions are too few for a context; what fails later gets a row that says so.
     """
     texts_of = {context: cut(stream, context + max_new_tokens, texts) for context in contexts}
 
@@ -171,13 +170,11 @@ def run(
     for temperature, gamma, found in itertools.product(temperatures, gammas, texts_of.values()):
         acceptance.check(model, [text[:-max_new_tokens] for text in found], make_config(temperature, gamma))
     rows, walks = [], []
-    log_row = _log_row if progress is not False else lambda *args: None
     walked = [(method.draft, gamma) for method in methods if method.speculative for gamma in gammas]
     decoded = [(method, gamma) for method in methods for gamma in method.gammas(gammas)]
     total = len(contexts) * len(temperatures) * (len(decoded) + len(walked))
     with progress_bar(total=total, progress=progress) as bar:
         for context, found in texts_of.items():
-            bar.set_description(f"{context:,} tokens")
             prompts = [text[:-max_new_tokens] for text in found]
             calibration = prompts if calibrate else None
             # Made where it is needed first: if that fails, rows say so.
@@ -188,19 +185,20 @@ def run(
                 return prepare(model, prompts, config=dataclasses.replace(make_config(0, gamma), draft=made)).draft
 
             for temperature in temperatures:
-                bar.set_description(f"{context:,} tokens, temperature {temperature:g}")
                 cases = [Case(method, gamma, temperature) for method, gamma in decoded]
                 decodes = []
-                for row in decode.measure(model, int4, cases, prompts, decode.Settings(max_new_tokens, seed=seed)):
+                for row in decode.measure(model, int4, cases, prompts, decode.Settings(max_new_tokens, seed=seed), kept=kept):
                     decodes.append(row)
-                    log_row(row, row.method, f"{row.tokens_per_second or 0:,.1f} tokens/s")
                     bar.update()
                 rows += compared(decodes)
-                asked = [(draft, make_config(temperature, gamma)) for draft, gamma in walked]
-                for walk in _walked(model, make, found, asked, key_of(seed)):
-                    walks.append(walk)
-                    rate = walk.acceptance and walk.acceptance.acceptance_rate
-                    log_row(walk, walk.draft, "nothing drafted" if rate is None else f"{rate:.3f} accepted, teacher-forced")
+                labels = {
+                    f"{context:,} tokens, temperature {temperature:g}, {draft}, gamma {gamma}, teacher-forced": (draft, gamma)
+                    for draft, gamma in walked
+                }
+                missing = [(draft, make_config(temperature, gamma)) for label, (draft, gamma) in labels.items() if label not in kept]
+                found_walks = _walked(model, make, found, missing, key_of(seed))
+                for label in labels:
+                    walks.append(kept.measured(label, TeacherForced, functools.partial(next, found_walks), _figures, _is_measured))
                     bar.update()
     return EndToEndReport(
         **this_run(),
@@ -213,10 +211,15 @@ def run(
     )
 
 
-def _log_row(row: DecodeRow | TeacherForced, method: str, figure: str) -> None:
-    """Logs a row once it is measured: a run takes long, and may be ended before its report."""
-    found = figure if row.status == "measured" else f"{row.status}: {row.note}"
-    log.info("%s tokens, temperature %g, %s, gamma %d: %s", f"{row.context:,}", row.temperature, method, row.gamma, found)
+def _is_measured(walk: TeacherForced) -> bool:
+    return walk.status == "measured"
+
+
+def _figures(walk: TeacherForced) -> str:
+    if walk.status != "measured":
+        return f"{walk.status}: {walk.note}"
+    rate = walk.acceptance.acceptance_rate
+    return "nothing drafted" if rate is None else f"{rate:.3f} accepted"
 
 
 def _walked(

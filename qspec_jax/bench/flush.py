@@ -5,6 +5,7 @@ weights to read besides, so shares of a whole round are smaller.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -19,7 +20,9 @@ from qspec_jax.caches.hierarchical import HierarchicalCache
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.drafts.step_bytes import ITEM_BYTES
 from qspec_jax.errors import InputError, named
-from qspec_jax.reports import Run, grid, page, progress_bar, this_run
+from qspec_jax.kept_rows import NOT_KEPT, KeptRows
+from qspec_jax.progress import progress_bar, working
+from qspec_jax.reports import Run, grid, page, this_run
 
 DEFAULT_SHAPES = "int4-T1-mha-128k", "int4-T1-gqa"  # beginnings of names
 
@@ -80,18 +83,43 @@ def select_shapes(names: Sequence[str]) -> list[AttentionShape]:
     return shapes
 
 
-def run(shapes: Sequence[AttentionShape], *, gamma: int, layers: int, repeats: int = 20, progress: bool | None = None) -> FlushReport:
-    """Measures caches of these shapes, `layers` layers each, and the attention over them. progress: see `reports.progress_bar`."""
-    rows = []
-    bar = progress_bar(shapes, progress=progress)
-    for shape in bar:
-        bar.set_description(f"{shape.name}: {layers} layers")
-        row = FlushRow(shape.name, layers, gamma, layers * bytes_moved(shape))
+def run(
+    shapes: Sequence[AttentionShape],
+    *,
+    gamma: int,
+    layers: int,
+    repeats: int = 20,
+    kept: KeptRows = NOT_KEPT,
+    progress: bool | None = None,
+) -> FlushReport:
+    """Measures caches of these shapes, and the attention over them.
+
+    Args:
+        shapes: of a layer.
+        gamma: drafts of a round.
+        layers: of each cache.
+        repeats: timed batches.
+        kept: the rows of an earlier run.
+        progress: see `progress_bar`.
+    """
+
+    def row(shape: AttentionShape) -> FlushRow:
+        begun = FlushRow(shape.name, layers, gamma, layers * bytes_moved(shape))
         try:
-            rows.append(_measured(row, shape, repeats))
+            return _measured(begun, shape, repeats)
         except Exception as error:  # one row of many
-            rows.append(dataclasses.replace(row, error=named(error)))
+            return dataclasses.replace(begun, error=named(error))
+
+    rows = []
+    for shape in progress_bar(shapes, progress=progress):
+        rows.append(
+            kept.measured(f"{shape.name}, {layers} layers", FlushRow, functools.partial(row, shape), _figures, lambda row: not row.error)
+        )
     return FlushReport(**this_run(), rows=rows)
+
+
+def _figures(row: FlushRow) -> str:
+    return f"{row.due.median_us:,.1f} us when due, {row.share_of_round:.2%} of a round" if row.due else row.error
 
 
 def bytes_moved(shape: AttentionShape) -> int:
@@ -122,7 +150,8 @@ def _measured(row: FlushRow, shape: AttentionShape, repeats: int) -> FlushRow:
         # The first that can run, as the dispatch chooses.
         names = [*attention.select_implementations([]), "reference"]
         name = next(name for name in names if not attention.unsupported(step, name))
-        measured = attention.measure(step, name, repeats=repeats)
+        with working("attention"):
+            measured = attention.measure(step, name, repeats=repeats)
         if not measured.timing:
             raise ValueError(measured.note)
         return measured.timing.median_us

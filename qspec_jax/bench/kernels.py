@@ -15,7 +15,9 @@ from rich.text import Text
 from qspec_jax.bench.peers import Unavailable
 from qspec_jax.bench.timing import Timing, read_bandwidth
 from qspec_jax.errors import InputError, named
-from qspec_jax.reports import Run, formatted, grid, page, progress_bar, this_run
+from qspec_jax.kept_rows import NOT_KEPT, KeptRows
+from qspec_jax.progress import progress_bar
+from qspec_jax.reports import Run, formatted, grid, page, this_run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +147,7 @@ def run(
     measure: Callable[[Any, str], KernelRow],
     *,
     repeats: int,
+    kept: KeptRows = NOT_KEPT,
     progress: bool | None = None,
 ) -> Kind:
     """Measures each shape with each implementation and peer.
@@ -155,18 +158,18 @@ def run(
         names: of implementations and peers.
         measure: makes the row of a shape and a name.
         repeats: timed batches, which `measure` makes too.
-        progress: see `reports.progress_bar`.
+        kept: the rows of an earlier run.
+        progress: see `progress_bar`.
     """
     rows: list[KernelRow] = []
     with progress_bar(total=1 + len(shapes) * len(names), progress=progress) as bar:
-        bar.set_description("read bandwidth")
-        bandwidth = read_bandwidth(repeats=repeats)
+        bandwidth = kept.measured("read bandwidth", float, lambda: read_bandwidth(repeats=repeats))
         bar.update()
         for shape in shapes:
             found = []
             for name in names:
-                bar.set_description(f"{shape.name}: {name}")
-                found.append(measure(shape, name))
+                row = functools.partial(measure, shape, name)
+                found.append(kept.measured(f"{shape.name}, {name}", KernelRow, row, described, is_measured))
                 bar.update()
             rows += _compared(found, bandwidth)
     return report(
@@ -176,6 +179,16 @@ def run(
         shapes={shape.name: shape for shape in shapes},
         rows=rows,
     )
+
+
+def is_measured(row: KernelRow) -> bool:
+    """Whether a row has figures, and is kept."""
+    return row.status == "measured"
+
+
+def described(row: KernelRow) -> str:
+    """What is said of a row once it is measured."""
+    return f"{row.timing.median_us:,.1f} us" if row.timing else f"{row.status}: {row.note}"
 
 
 class Figures(NamedTuple):

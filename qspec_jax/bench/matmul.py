@@ -21,6 +21,7 @@ from qspec_jax.bench import kernels
 from qspec_jax.bench.kernels import Figures, KernelReport, KernelRow
 from qspec_jax.bench.peers import Peer, Unavailable, to_jax, to_torch, torch_with_cuda
 from qspec_jax.bench.timing import input_count, time_calls, time_torch
+from qspec_jax.kept_rows import NOT_KEPT, KeptRows
 
 WIDTH = 0.4  # of a bar, as the distance between two numbers of rows
 GAP = 0.6  # between two layers, in the same unit
@@ -177,11 +178,18 @@ def select_implementations(names: Sequence[str]) -> list[str]:
 
 
 def run(
-    shapes: Sequence[MatmulShape], implementations: Sequence[str], *, peers: bool = True, repeats: int = 20, progress: bool | None = None
+    shapes: Sequence[MatmulShape],
+    implementations: Sequence[str],
+    *,
+    peers: bool = True,
+    repeats: int = 20,
+    kept: KeptRows = NOT_KEPT,
+    progress: bool | None = None,
 ) -> MatmulReport:
     """Measures every implementation and peer on every shape; see `kernels.run`."""
     row = functools.partial(measure, repeats=repeats)
-    return kernels.run(MatmulReport, shapes, [*(PEERS if peers else ()), *implementations], row, repeats=repeats, progress=progress)
+    settings = dict(repeats=repeats, kept=kept, progress=progress)
+    return kernels.run(MatmulReport, shapes, [*(PEERS if peers else ()), *implementations], row, **settings)
 
 
 def measure(shape: MatmulShape, name: str, *, repeats: int = 20) -> KernelRow:

@@ -5,7 +5,6 @@ Everything runs once before it is timed, so that compiling is left out. Seconds 
 
 import dataclasses
 import itertools
-import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,11 +24,11 @@ from qspec_jax.decoding.reading import extend, prefill
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.sampling import Sampler, make_sampler, sample_keys
 from qspec_jax.errors import InputError
+from qspec_jax.kept_rows import NOT_KEPT, KeptRows
 from qspec_jax.models.llama import Llama
-from qspec_jax.reports import Run, formatted, grid, page, progress_bar, this_run
+from qspec_jax.progress import progress_bar, working
+from qspec_jax.reports import Run, formatted, grid, page, this_run
 from qspec_jax.states.state import State
-
-log = logging.getLogger(__name__)
 
 FIRST_TOKEN, QUESTIONS, SAMPLES = "first token", "questions", "samples"
 STATE, AGAIN = "from a state", "read again"
@@ -186,6 +185,7 @@ def run(
     *,
     draft: str,
     rate: float | None = None,
+    kept: KeptRows = NOT_KEPT,
     progress: bool | None = None,
 ) -> StatesReport:
     """Measures each task in both ways.
@@ -200,7 +200,8 @@ def run(
         key: of the draws.
         draft: the text of the draft, for the report.
         rate: the simulated chance that a draft is accepted, given those before it; None: drafts are verified.
-        progress: see `reports.progress_bar`.
+        kept: the rows of an earlier run.
+        progress: see `progress_bar`.
 
     Raises:
         InputError: where the text is shorter than a document.
@@ -214,12 +215,8 @@ def run(
         for context in contexts:
             measured = _Measured(model, _Texts(words, context, sizes), config, sizes, key, strategy)
             for task, way, row in measured.tasks():
-                bar.set_description(f"{context:,} tokens, {task}, {way}")
-                rows.append(row())
+                rows.append(kept.measured(f"{context:,} tokens, {task}, {way}", StatesRow, row, _figures))
                 bar.update()
-                if progress is not False:  # all of it takes long, and may be ended before the report
-                    decoded = formatted(rows[-1].decoded_per_second, ",.1f", " tokens/s")
-                    log.info("%s tokens, %s, %s: %.4f s each, decoding %s", f"{context:,}", task, way, rows[-1].seconds_each, decoded)
     pairs = [(one, other) for one, other in itertools.pairwise(rows) if (one.context, one.task) == (other.context, other.task)]
     return StatesReport(
         **this_run(),
@@ -233,6 +230,11 @@ def run(
         rows=rows,
         speedups=[(one.context, one.task, other.seconds_each / one.seconds_each) for one, other in pairs],
     )
+
+
+def _figures(row: StatesRow) -> str:
+    decoded = row.decoded_per_second
+    return f"{row.seconds_each:.4f} s each" + ("" if decoded is None else f", decoding {decoded:,.1f} tokens/s")
 
 
 class _Texts:
@@ -286,9 +288,10 @@ class _Measured:
     def _first(self, way: str, answered: Callable[[list[int]], object], kv_bytes: int | None = None) -> StatesRow:
         times = []
         for i in range(self._sizes.repeats + 1):  # the first one compiles
-            question, began = self._texts.question(i), time.perf_counter()
-            answered(question)
-            times.append(time.perf_counter() - began)
+            with working(f"question {i} of {self._sizes.repeats}" if i else "warm-up"):
+                question, began = self._texts.question(i), time.perf_counter()
+                answered(question)
+                times.append(time.perf_counter() - began)
         median = statistics.median(times[1:])
         return StatesRow(FIRST_TOKEN, way, self._texts.context, self._sizes.repeats, median, median, self._sizes.repeats, kv_bytes=kv_bytes)
 
@@ -314,10 +317,11 @@ class _Measured:
     def _batch(
         self, task: str, way: str, requests: list[Request], warm_up: list[Request], batch_size: int, kv_bytes: int | None = None
     ) -> StatesRow:
-        for timed in (warm_up, requests):
-            began = time.perf_counter()
-            batch = run_batch(self._model, timed, batch_size=batch_size, strategy=self._strategy)
-            list(batch)
+        for doing, timed in (("warm-up", warm_up), (f"{len(requests)} {task}", requests)):
+            with working(doing):
+                began = time.perf_counter()
+                batch = run_batch(self._model, timed, batch_size=batch_size, strategy=self._strategy)
+                list(batch)
         seconds, stats = time.perf_counter() - began, batch.stats
         figures = dict(decode_s=stats.decode_s, kv_bytes=kv_bytes, acceptance_rate=stats.rates["draft_acceptance_rate"])
         count = len(requests)

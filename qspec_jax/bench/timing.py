@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from qspec_jax.decoding.compiled import Compiled
+from qspec_jax.progress import working
 
 # Bytes of all inputs of a program together: many times any L2.
 ROTATED_BYTES = 1.5e9
@@ -262,6 +263,7 @@ def _measure(batch: Callable[[int], float], calls: int, repeats: int, method: st
     return Timing(float(median), float(lower), float(upper), repeats, programs * calls, inputs or calls, method)
 
 
+@working("measuring the read bandwidth")
 def read_bandwidth(*, repeats: int) -> float:
     """GB/s (1e9) at which the default device reads 4 GB of bfloat16 to sum its rows: the best of several row lengths. A CPU
     reads 32 MB."""
@@ -282,6 +284,7 @@ def read_bandwidth(*, repeats: int) -> float:
     return max(map(of_rows, (16384,) if cpu else (4096, 16384, 65536)))
 
 
+@working("measuring the bandwidth of copies")
 def copy_bandwidth(*, repeats: int) -> float:
     """GB/s (1e9) at which arrays of 512 MB are copied from host memory to the default device, one after the other: what its copy engine
     reaches. On a CPU arrays of 16 MB are."""

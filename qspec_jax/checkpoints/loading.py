@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from tqdm import tqdm
 
 from pallas_kernels.formats.weights import Int4Weight, dequantize_weight
 from pallas_kernels.matmul.support import GROUP_SIZES, unsupported
@@ -30,6 +29,7 @@ from qspec_jax.files import read_json
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama, Origin, Weight
 from qspec_jax.models.placement import Placement
+from qspec_jax.progress import progress_bar, working
 from qspec_jax.quantization.weights import groups_are_cut, is_linear, quantize_head
 
 log = logging.getLogger(__name__)
@@ -163,7 +163,8 @@ def _load_source(directory: Path, dtype: str | None, weights: str | None, mesh: 
     log_packed(source, packed, wanted)
     placement = Placement(with_packed(source.config, packed, _group_size(source, packed)), mesh)
     _check_fits(directory, placement, wanted, packed)
-    with tqdm(total=len(source.places), desc="load", unit="tensor", disable=None if progress is None else not progress) as bar:
+    settings = dict(total=len(source.places), desc="load", unit="tensor", leave=True)
+    with progress_bar(progress=progress, **settings) as bar, working("loading weights"):
 
         def make(path: str, shape: tuple[int, ...]) -> Weight:
             if path in packed:

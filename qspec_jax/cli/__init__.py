@@ -22,10 +22,6 @@ INFORMING = (
     "decoding.shared_prefixes",  # how many rows fit beside a prefix
     "decoding.host_residence",  # how many layers of a cache in host memory are resident
     "evaluate.harness",  # which settings of sampling a task has
-    "bench.batch",  # each row as it is measured
-    "bench.decode",  # each row as it is measured
-    "bench.end_to_end",  # each row as it is measured
-    "bench.states",  # each row as it is measured
     "training.embedded_model",  # what is trained on
 )
 

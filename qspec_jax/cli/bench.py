@@ -8,7 +8,6 @@ from typing import Annotated
 import jax
 import numpy as np
 import typer
-from tqdm import tqdm
 
 from qspec_jax import demo, reports
 from qspec_jax.bench import batch, decode, decode_rows, end_to_end, transformers_decode
@@ -22,6 +21,7 @@ from qspec_jax.checkpoints.weights_text import DEQUANTIZED, PACKED, WeightsChoic
 from qspec_jax.cli.bench_kernels import Repeats, kernels
 from qspec_jax.cli.bench_options import DRAFT, Arch, Gammas, Model, NewTokens, Texts, drafts_of, int4_of
 from qspec_jax.cli.bench_states import states_commands
+from qspec_jax.cli.measuring import measure_and_show
 from qspec_jax.cli.options import (
     Devices,
     DevicesOfModel,
@@ -43,6 +43,8 @@ from qspec_jax.drafts.registry import AUTO, NONE, USUAL, parse_draft
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.texts import token_stream
 from qspec_jax.files import read_text
+from qspec_jax.kept_rows import KeptRows
+from qspec_jax.progress import progress_bar
 from qspec_jax.quantization.weights import quantize_head
 from qspec_jax.training import corpus
 
@@ -57,6 +59,7 @@ benchmarks.add_typer(states_commands)
 
 @benchmarks.command("decode")
 def bench_decode(
+    command: typer.Context,
     arch: Arch = None,
     model: Model = None,
     layers: Annotated[
@@ -153,13 +156,13 @@ def bench_decode(
     if arch is not None and not transformers:  # transformers is measured before jax takes the GPU's memory
         check_gpu(arch)
 
-    def measure() -> reports.Report:
+    def measure(kept: KeptRows) -> reports.Report:
         if rates is None and (arch is not None or random_weights) and any(method.speculative for method in methods):
             log.warning("random weights: their acceptance means nothing; --simulate-ratio simulates one")
         beside = []
         if transformers:  # before jax takes the GPU's memory
             dtype, source = loading.default_dtype(shape, arch or model), ARCHITECTURES[arch] if arch else hub.local(model)
-            each = tqdm(contexts, desc="transformers", unit="context", leave=False, disable=True if as_json else None)
+            each = progress_bar(contexts, progress=False if as_json else None, desc="transformers", unit="context")
             beside = [transformers_decode.measure(source, context, dtype=dtype, seed=seed) for context in each]
         name, place = arch or model, place_of(devices, distributed=False)
         if arch is not None or random_weights:
@@ -180,10 +183,11 @@ def bench_decode(
             rates=rates,
             batch_sizes=batch_sizes,
             beside=beside,
+            kept=kept,
             progress=False if as_json else None,
         )
 
-    reports.show(measure, output, as_json=as_json, plot=plot)
+    measure_and_show(command, measure, output, as_json=as_json, plot=plot)
 
 
 def _described(in_int4: bool, choice: WeightsChoice) -> str:
@@ -194,6 +198,7 @@ def _described(in_int4: bool, choice: WeightsChoice) -> str:
 
 @benchmarks.command("batch")
 def bench_batch(
+    command: typer.Context,
     arch: Arch = None,
     model: Model = None,
     file: Texts = None,
@@ -239,7 +244,7 @@ def bench_batch(
     if arch is not None:
         check_gpu(arch)
 
-    def measure() -> reports.Report:
+    def measure(kept: KeptRows) -> reports.Report:
         if arch is not None:
             network = random_model(architecture(arch), seed=seed)
             words = np.random.default_rng(seed).integers(0, network.config.vocab_size, 4 * lengths[1])
@@ -259,14 +264,16 @@ def bench_batch(
             ways=[way for way in batch.WAYS if way not in left_out],
             devices=several,
             rate=rate,
+            kept=kept,
             progress=False if as_json else None,
         )
 
-    reports.show(measure, output, as_json=as_json)
+    measure_and_show(command, measure, output, as_json=as_json)
 
 
 @benchmarks.command("drafts")
 def bench_drafts(
+    command: typer.Context,
     arch: Arch = None,
     model: Annotated[
         str | None, typer.Option(metavar="DIR", help="A checkpoint directory, instead of --arch: the embedded model, if neither.")
@@ -299,7 +306,7 @@ def bench_drafts(
     shape = architecture(arch) if arch else huggingface.load_config(demo.MODEL if model is None else model)
     check_positions("model", shape.max_length, "--context", context, max_new_tokens)
 
-    def measure() -> reports.Report:
+    def measure(kept: KeptRows) -> reports.Report:
         if arch is not None:
             if dtype == "float64":
                 jax.config.update("jax_enable_x64", True)
@@ -323,14 +330,16 @@ def bench_drafts(
             gamma=num_speculative_tokens,
             max_new_tokens=max_new_tokens,
             turns=repeats,
+            kept=kept,
             progress=False if as_json else None,
         )
 
-    reports.show(measure, output, as_json=as_json)
+    measure_and_show(command, measure, output, as_json=as_json)
 
 
 @benchmarks.command("end-to-end")
 def bench_end_to_end(
+    command: typer.Context,
     model: Annotated[str, typer.Option(metavar="DIR", help="Checkpoint directory in Hugging Face format.")],
     file: Texts = None,
     context: Annotated[
@@ -356,7 +365,7 @@ def bench_end_to_end(
         raise InputError("--draft none is the baseline, which is always measured; name a draft")
     gammas = select_gammas(num_speculative_tokens, [4, 6], max_new_tokens, methods)
 
-    def measure() -> reports.Report:
+    def measure(kept: KeptRows) -> reports.Report:
         network, tokenizer = load(model, None, quiet=as_json)
         return end_to_end.run(
             model,
@@ -370,7 +379,8 @@ def bench_end_to_end(
             texts=texts,
             calibrate=calibrate,
             seed=seed,
+            kept=kept,
             progress=False if as_json else None,
         )
 
-    reports.show(measure, output, as_json=as_json, plot=plot)
+    measure_and_show(command, measure, output, as_json=as_json, plot=plot)

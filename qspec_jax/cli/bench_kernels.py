@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 
-from qspec_jax import plots, reports
+from qspec_jax import plots
 from qspec_jax.bench import all_reduce, attention, attention_tuning, flush, matmul
 from qspec_jax.bench.decode_rows import check_gamma
+from qspec_jax.cli.measuring import measure_and_show
 from qspec_jax.cli.options import ALL, Devices, Gamma, Json, Output, devices_of
 from qspec_jax.errors import InputError
 from qspec_jax.models.sharding import model_mesh
@@ -31,6 +32,7 @@ kernels = typer.Typer()
 
 @kernels.command("attention")
 def bench_attention(
+    command: typer.Context,
     shape: shapes_of("int4, tiny") = None,
     implementation: Implementations = None,
     listed: Annotated[
@@ -75,11 +77,13 @@ def bench_attention(
             if all(one.batch > 1 for one in shapes):
                 raise InputError("--plot shows shapes of a single row, and none is chosen")
         run = functools.partial(attention.run, shapes, implementations, peers=peers and not append)
-    reports.show(lambda: run(repeats=repeats, progress=False if as_json else None), output, as_json=as_json, plot=plot)
+    run = functools.partial(run, repeats=repeats, progress=False if as_json else None)
+    measure_and_show(command, lambda kept: run(kept=kept), output, as_json=as_json, plot=plot)
 
 
 @kernels.command("matmul")
 def bench_matmul(
+    command: typer.Context,
     shape: shapes_of("llama-3.1-8b-qkv, tiny") = None,
     implementation: Implementations = None,
     peers: Annotated[bool, typer.Option(help="Measure bfloat16 matmuls of XLA and torch too.")] = True,
@@ -93,11 +97,12 @@ def bench_matmul(
     implementations = matmul.select_implementations(implementation or [])
     progress = False if as_json else None
     run = functools.partial(matmul.run, shapes, implementations, peers=peers, repeats=repeats, progress=progress)
-    reports.show(run, output, as_json=as_json, plot=plot)
+    measure_and_show(command, lambda kept: run(kept=kept), output, as_json=as_json, plot=plot)
 
 
 @kernels.command("flush")
 def bench_flush(
+    command: typer.Context,
     shape: Annotated[
         list[str] | None,
         typer.Option(
@@ -115,11 +120,12 @@ def bench_flush(
     check_gamma(num_speculative_tokens)
     progress = False if as_json else None
     run = functools.partial(flush.run, shapes, gamma=num_speculative_tokens, layers=layers, repeats=repeats, progress=progress)
-    reports.show(run, output, as_json=as_json)
+    measure_and_show(command, lambda kept: run(kept=kept), output, as_json=as_json)
 
 
 @kernels.command("all-reduce")
 def bench_all_reduce(
+    command: typer.Context,
     devices: Devices = ALL,
     rows: Annotated[list[int] | None, typer.Option(min=1, help="Rows; may be given several times: 1, 8 and 2048, if not given.")] = None,
     width: Annotated[int, typer.Option(min=1, help="Columns: a model's hidden size.")] = 4096,
@@ -130,5 +136,6 @@ def bench_all_reduce(
     """Adding up hidden states over devices. A model that is divided over them does this twice in a layer."""
     if len(found := devices_of(devices)) < 2:
         raise InputError("there is one device; an all-reduce needs two or more")
-    mesh, progress = model_mesh(found), False if as_json else None
-    reports.show(lambda: all_reduce.run(mesh, rows or [1, 8, 2048], width, repeats=repeats, progress=progress), output, as_json=as_json)
+    progress = False if as_json else None
+    run = functools.partial(all_reduce.run, model_mesh(found), rows or [1, 8, 2048], width, repeats=repeats, progress=progress)
+    measure_and_show(command, lambda kept: run(kept=kept), output, as_json=as_json)

@@ -14,6 +14,7 @@ from qspec_jax.bench.decode_rows import check_gamma
 from qspec_jax.bench.simulated import rate_of_ratio
 from qspec_jax.checkpoints import huggingface
 from qspec_jax.cli.bench_options import DRAFT, Arch, Texts, int4_of
+from qspec_jax.cli.measuring import measure_and_show
 from qspec_jax.cli.options import DtypeOption, Json, Output, Seed, load
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.keys import key_of
@@ -24,6 +25,7 @@ from qspec_jax.drafts.registry import AUTO, NONE
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.texts import token_stream
 from qspec_jax.files import read_text
+from qspec_jax.kept_rows import KeptRows
 from qspec_jax.training import corpus
 
 states_commands = typer.Typer()
@@ -31,6 +33,7 @@ states_commands = typer.Typer()
 
 @states_commands.command("states")
 def bench_states(
+    command: typer.Context,
     arch: Arch = None,
     model: Annotated[
         str | None, typer.Option(metavar="DIR", help="A checkpoint directory, instead of --arch: the embedded model, if neither.")
@@ -98,7 +101,7 @@ def bench_states(
     if arch is not None:
         check_gpu(arch)
 
-    def measure() -> reports.Report:
+    def measure(kept: KeptRows) -> reports.Report:
         if arch is not None:
             network = random_model(shape, seed=seed)
             words = np.random.default_rng(seed).integers(0, shape.vocab_size, 2 * max(contexts)).tolist()
@@ -117,7 +120,8 @@ def bench_states(
             key_of(seed),
             draft=chosen.draft,
             rate=None if simulate_ratio is None else rate_of_ratio(simulate_ratio, chosen.num_speculative_tokens),
+            kept=kept,
             progress=False if as_json else None,
         )
 
-    reports.show(measure, output, as_json=as_json, plot=plot)
+    measure_and_show(command, measure, output, as_json=as_json, plot=plot)

@@ -11,6 +11,7 @@ import typer
 from qspec_jax import demo
 from qspec_jax.caches.registry import CACHES, CacheConfig
 from qspec_jax.checkpoints import hub
+from qspec_jax.cli.measuring import measure_and_show
 from qspec_jax.cli.options import (
     Calibrate,
     DtypeOption,
@@ -38,8 +39,9 @@ from qspec_jax.evaluate import tasks as text_tasks
 from qspec_jax.evaluate.cache_views import cache_view
 from qspec_jax.evaluate.texts import token_stream
 from qspec_jax.files import read_text
+from qspec_jax.kept_rows import KeptRows
 from qspec_jax.models.llama import Llama
-from qspec_jax.reports import show
+from qspec_jax.progress import working
 from qspec_jax.training import corpus
 
 evaluations = typer.Typer(no_args_is_help=True, help="Measurements of a model.")
@@ -91,12 +93,14 @@ def _contents(files: Sequence[Path] | None) -> list[tuple[str, str]]:
     return [(str(path), read_text(path)) for path in files or corpus.held_out_files()]
 
 
+@working("tokenizing")
 def _token_ids(tokenizer: Any, contents: Sequence[tuple[str, str]]) -> dict[str, list[int]]:
     return {name: tokenizer(text)["input_ids"] for name, text in contents}
 
 
 @evaluations.command("acceptance")
 def acceptance_command(
+    command: typer.Context,
     model: EvaluatedModel = None,
     file: Annotated[list[Path] | None, typer.Option(help="A text (repeatable): the demo's held-out files, if not given.")] = None,
     num_speculative_tokens: GammaList = str(GAMMA),
@@ -165,7 +169,7 @@ def acceptance_command(
     modes = [Mode.teacher_forced.value] if needles else [each.value for each in mode or Mode]
     asked = acceptance_report.Comparison(drafts, gammas, temperature or [0.0, 1.0], modes, scheme, group_size, calibrate, seed)
 
-    def measure() -> acceptance_report.AcceptanceReport:
+    def measure(kept: KeptRows) -> acceptance_report.AcceptanceReport:
         contents = [] if needles else _contents(file)
         network, tokenizer = _model(model, dtype, weights, quiet=as_json)
         if needles:
@@ -177,10 +181,9 @@ def acceptance_command(
         else:
             tokens = _token_ids(tokenizer, contents)
             walks = [acceptance_report.along_texts(tokens, size, walked, texts) for size in contexts]
-        places = dict(output=output, progress=False if as_json else None)
-        return acceptance_report.run(_name(model), network, tokenizer, walks, asked, **places)
+        return acceptance_report.run(_name(model), network, tokenizer, walks, asked, kept=kept, progress=False if as_json else None)
 
-    show(measure, output, as_json=as_json, plot=plot)
+    measure_and_show(command, measure, output, as_json=as_json, plot=plot)
 
 
 def _drafts(texts: Sequence[str], budgets: Sequence[float], sensitive_layers: int) -> dict[str, DraftSettings]:
@@ -197,6 +200,7 @@ def _drafts(texts: Sequence[str], budgets: Sequence[float], sensitive_layers: in
 
 @evaluations.command("perplexity")
 def perplexity_command(
+    command: typer.Context,
     file: Files = None,
     model: EvaluatedModel = None,
     cache: Annotated[
@@ -222,17 +226,18 @@ def perplexity_command(
     check_group_size(group_size, [cache_view(name).cache for name in names])
     sizes = dict(prompt_tokens=prompt_tokens, max_new_tokens=max_new_tokens, scheme=scheme, group_size=group_size)
 
-    def measure() -> perplexity.PerplexityReport:
+    def measure(kept: KeptRows) -> perplexity.PerplexityReport:
         contents = _contents(file)
         network, tokenizer = _model(model, dtype, weights, quiet=as_json, caches=caches)
         texts, progress = _token_ids(tokenizer, contents), False if as_json else None
-        return perplexity.run(_name(model), network, tokenizer, texts, names, **sizes, progress=progress)
+        return perplexity.run(_name(model), network, tokenizer, texts, names, **sizes, kept=kept, progress=progress)
 
-    show(measure, output, as_json=as_json, plot=plot)
+    measure_and_show(command, measure, output, as_json=as_json, plot=plot)
 
 
 @evaluations.command("quantizers")
 def quantizers_command(
+    command: typer.Context,
     file: Files = None,
     model: EvaluatedModel = None,
     variant: Annotated[
@@ -251,17 +256,18 @@ def quantizers_command(
     """What the KV quantizer's choices cost. It compares axes of the scales, and rounding with truncation to the draft's 4 bits."""
     sizes = dict(prompt_tokens=prompt_tokens, max_new_tokens=max_new_tokens, group_size=group_size)
 
-    def measure() -> quantizers.QuantizersReport:
+    def measure(kept: KeptRows) -> quantizers.QuantizersReport:
         contents = _contents(file)
         network, tokenizer = _model(model, dtype, weights, quiet=as_json)
         texts, progress = _token_ids(tokenizer, contents), False if as_json else None
-        return quantizers.run(_name(model), network, tokenizer, texts, variant or list(VariantName), **sizes, progress=progress)
+        return quantizers.run(_name(model), network, tokenizer, texts, variant or list(VariantName), **sizes, kept=kept, progress=progress)
 
-    show(measure, output, as_json=as_json, plot=plot)
+    measure_and_show(command, measure, output, as_json=as_json, plot=plot)
 
 
 @evaluations.command("needle")
 def needle_command(
+    command: typer.Context,
     model: EvaluatedModel = None,
     lengths: Annotated[str, typer.Option(help="Tokens of the prompts, with commas between them.")] = "1024,2048,4096",
     depths: Annotated[str, typer.Option(help="Depths of the needle, from 0 to 1, with commas between them.")] = "0,0.25,0.5,0.75,1",
@@ -280,6 +286,7 @@ def needle_command(
     seed: Seed = 0,
     dtype: DtypeOption = None,
     weights: WeightsOption = None,
+    output: Output = None,
     plot: Plot = None,
     as_json: Json = False,
 ):
@@ -288,15 +295,16 @@ def needle_command(
     sizes = dict(lengths=number_list("--lengths", lengths, int), depths=number_list("--depths", depths, float), samples=samples)
     places = dict(batch_size=batch_size, progress=False if as_json else None)
 
-    def measure() -> needle.NeedleReport:
+    def measure(kept: KeptRows) -> needle.NeedleReport:
         network, tokenizer = _model(model, dtype, weights, quiet=as_json, caches=answers.caches_of(methods))
-        return needle.run(network, tokenizer, **sizes, style=style.value, methods=methods, seed=seed, **places)
+        return needle.run(network, tokenizer, **sizes, style=style.value, methods=methods, seed=seed, kept=kept, **places)
 
-    show(measure, None, as_json=as_json, plot=plot)
+    measure_and_show(command, measure, output, as_json=as_json, plot=plot)
 
 
 @evaluations.command("tasks")
 def tasks_command(
+    command: typer.Context,
     file: Files = None,
     model: EvaluatedModel = None,
     task: Annotated[list[TaskName] | None, typer.Option(help="Repeatable: all, if not given.")] = None,
@@ -324,16 +332,17 @@ def tasks_command(
     asked = text_tasks.Settings(length, samples, max_new_tokens, tasks=names, depths=shares, seed=seed)
     places = dict(batch_size=batch_size, progress=False if as_json else None)
 
-    def measure() -> text_tasks.TasksReport:
+    def measure(kept: KeptRows) -> text_tasks.TasksReport:
         contents = _contents(file)
         network, tokenizer = _model(model, dtype, weights, quiet=as_json, caches=answers.caches_of(methods))
-        return text_tasks.run(_name(model), network, tokenizer, [text for _, text in contents], asked, methods, **places)
+        return text_tasks.run(_name(model), network, tokenizer, [text for _, text in contents], asked, methods, kept=kept, **places)
 
-    show(measure, output, as_json=as_json, plot=plot)
+    measure_and_show(command, measure, output, as_json=as_json, plot=plot)
 
 
 @evaluations.command("harness")
 def harness_command(
+    command: typer.Context,
     tasks: Annotated[list[str], typer.Argument(metavar="TASK...", help="Names of tasks, groups or tags.", show_default=False)],
     model: EvaluatedModel = None,
     cache: Annotated[str, typer.Option(metavar=SETTINGS, help="The model's cache; int4 is the upper plane of int8 alone.")] = "int8",
@@ -369,14 +378,14 @@ def harness_command(
     settings = dict(cache=cache, draft=draft, gamma=num_speculative_tokens, batch_size=batch_size, max_length=max_length, seed=seed)
     chosen = dict(num_fewshot=num_fewshot, limit=limit, apply_chat_template=apply_chat_template, system_instruction=system_instruction)
 
-    def measure() -> harness_report.HarnessReport:
+    def measure(kept: KeptRows) -> harness_report.HarnessReport:
         checkpoint, dtype_of_model = _with_embedded(model, dtype)
         directory = hub.local(checkpoint, progress=progress)
         network, tokenizer = load(directory, dtype_of_model, quiet=as_json, weights=weights, caches=caches)
         lm = harness.QspecLM(directory, **settings, progress=progress, model=network, tokenizer=tokenizer)
-        return harness_report.run(lm, tasks, include_path=include_path or [], metadata=given, **chosen)
+        return harness_report.run(lm, tasks, include_path=include_path or [], metadata=given, kept=kept, **chosen)
 
-    show(measure, output, as_json=as_json)
+    measure_and_show(command, measure, output, as_json=as_json)
 
 
 def _json_object(option: str, text: str | None) -> dict | None:

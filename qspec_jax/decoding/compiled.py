@@ -18,6 +18,7 @@ from jax.sharding import SingleDeviceSharding
 from pallas_kernels import dispatch
 from qspec_jax.caches.cache import AppendedCache
 from qspec_jax.models.sharding import mesh_of, on_each_device, shardings_of
+from qspec_jax.progress import working
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,8 @@ class _Program:
     def timed(self) -> Iterator[None]:
         """Adds the time spent in the context to `seconds`."""
         began = time.perf_counter()
-        yield
+        with working("compiling"):
+            yield
         self.seconds += time.perf_counter() - began
 
 

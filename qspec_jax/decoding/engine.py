@@ -34,6 +34,7 @@ from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket, padded
 from qspec_jax.models.sharding import mesh_of
 from qspec_jax.models.viewed import ViewedModel
+from qspec_jax.progress import working
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,11 +253,12 @@ class Engine:
         began, making = time.perf_counter(), {}
         pool = ThreadPoolExecutor()
         try:
-            for call in itertools.chain.from_iterable(prefill.calls() for prefill in missing):
-                if call.key not in self._executables and call.key not in making:
-                    # Traced in this thread: other threads do not have its settings of JAX.
-                    making[call.key] = pool.submit(call.lowered())
-            made = {key: future.result() for key, future in making.items()}
+            with working("compiling"):
+                for call in itertools.chain.from_iterable(prefill.calls() for prefill in missing):
+                    if call.key not in self._executables and call.key not in making:
+                        # Traced in this thread: other threads do not have its settings of JAX.
+                        making[call.key] = pool.submit(call.lowered())
+                made = {key: future.result() for key, future in making.items()}
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
         self._executables |= {key: executable for key, (executable, _) in made.items()}

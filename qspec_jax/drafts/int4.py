@@ -14,12 +14,14 @@ from qspec_jax.errors import InputError, warn_once
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.placement import Placement
 from qspec_jax.models.sharding import mesh_of
+from qspec_jax.progress import working
 from qspec_jax.quantization.calibration import quantize_linears_for
 from qspec_jax.quantization.weights import groups_are_cut, is_linear, quantize_linears, quantize_weight
 
 log = logging.getLogger(__name__)
 
 
+@working("quantizing weights to INT4")
 def int4_model(
     model: Llama,
     *,

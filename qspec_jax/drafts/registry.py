@@ -25,6 +25,7 @@ from qspec_jax.drafts.triforce import TriForceSettings
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama, check_model
+from qspec_jax.progress import working
 from qspec_jax.settings_text import nested_text, read_settings, split, split_text, without_parentheses
 
 log = logging.getLogger(__name__)
@@ -139,6 +140,7 @@ def check_windows(settings: DraftSettings, config: LlamaConfig) -> None:
         raise InputError(f"draft {name} chooses what it reads in layers without a sliding window, and the model has no such layer")
 
 
+@working("making the draft")
 def make_draft(
     draft: str | DraftSettings,
     model: Llama,

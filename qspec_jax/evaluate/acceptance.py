@@ -30,6 +30,7 @@ from qspec_jax.errors import InputError
 from qspec_jax.evaluate.coverage import WatchedCache
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.viewed import Step
+from qspec_jax.progress import working
 from qspec_jax.reports import formatted
 
 NGRAM = 8
@@ -76,7 +77,8 @@ def free_running(
     """Acceptance while the model generates after each prompt (EOS ignored); a tokenizer says which ids are padding."""
     check(model, prompts, config)
     config = dataclasses.replace(config, draft=draft, ignore_eos=True)
-    out = generate(model, prompts, config=config, key=key, tokenizer=tokenizer)
+    with working("decoding"):
+        out = generate(model, prompts, config=config, key=key, tokenizer=tokenizer)
     stats = out.stats
     return Acceptance(
         stats.draft_acceptance_rate,
@@ -141,7 +143,8 @@ def compile_side_by_side(runs: Iterable[Run]) -> None:
     try:
         for run in runs:
             pool.submit(lambda run=run: _Forced(*run).compile())
-        pool.shutdown()
+        with working("compiling"):
+            pool.shutdown()
     except BaseException:  # such as an interrupt
         pool.shutdown(wait=False, cancel_futures=True)
         raise
@@ -168,10 +171,13 @@ class _Forced:
 
     def measured(self) -> Acceptance:
         prefill, walk = self.compile()
-        state = self.prefill.run(prefill)
+        texts = f"{len(self.real)} texts" if len(self.real) > 1 else "a text"
+        with working(f"prefilling {texts}"):
+            state = jax.block_until_ready(self.prefill.run(prefill))
         state = dataclasses.replace(state, pending=self.real[:, 0])
-        state, rejected, covered = walk(*self.engine.call(WALK, state, self.sampler, self.limits, self.real).args)
-        counts, rejected, covered = jax.device_get((state.counts, rejected, covered))
+        with working(f"walking {texts}"):
+            state, rejected, covered = walk(*self.engine.call(WALK, state, self.sampler, self.limits, self.real).args)
+            counts, rejected, covered = jax.device_get((state.counts, rejected, covered))
         accepted, drafted, rounds = (int(count.sum()) for count in (counts.accepted, counts.drafted, counts.rounds))
         rate, error = ratio(counts.accepted, counts.accepted + rejected)
         return Acceptance(
@@ -188,6 +194,7 @@ class _Forced:
         )
 
 
+@working("checking the draft")
 def check_draft(model: Llama, draft: Draft, prompts: Sequence[Sequence[int]], config: GenerationConfig) -> None:
     """Raises InputError if a draft cannot be used with these prompts; only shapes are computed."""
     _set_up(model, draft, prompts, beside_draft(config), jax.random.key(0))[-1].shapes()

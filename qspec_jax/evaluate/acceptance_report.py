@@ -4,13 +4,10 @@ import dataclasses
 import functools
 import itertools
 import logging
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
-from tqdm import tqdm
 
 from qspec_jax import plots
 from qspec_jax.caches.registry import CacheConfig
@@ -23,10 +20,11 @@ from qspec_jax.drafts.registry import USUAL, DraftSettings, make_draft, unbudget
 from qspec_jax.drafts.step_bytes import ITEM_BYTES, cache_share, raised_groups, step_bytes
 from qspec_jax.evaluate import acceptance, needle
 from qspec_jax.evaluate.acceptance import MODES, TEACHER_FORCED, with_error
-from qspec_jax.evaluate.kept_rows import rows_kept
 from qspec_jax.evaluate.texts import check_lengths, cut, long_enough
+from qspec_jax.kept_rows import NOT_KEPT, KeptRows
 from qspec_jax.models.llama import Llama
-from qspec_jax.reports import Run, formatted, grid, progress_bar, this_run
+from qspec_jax.progress import progress_bar
+from qspec_jax.reports import Run, formatted, grid, this_run
 
 log = logging.getLogger(__name__)
 
@@ -207,7 +205,7 @@ def run(
     walks: Sequence[Walk],
     asked: Comparison,
     *,
-    output: Path | None = None,
+    kept: KeptRows = NOT_KEPT,
     progress: bool | None = None,
 ) -> AcceptanceReport:
     """Measures every draft with every gamma, temperature and mode along every walk.
@@ -216,8 +214,8 @@ def run(
         tokenizer: the model's, which says which ids are padding.
         walks: the texts, by context.
         asked: drafts and settings.
-        output: the file of the report; finished rows are kept beside it, see `rows_kept`.
-        progress: whether a bar and finished rows are shown; None: the bar where standard error is a terminal, and the rows.
+        kept: the rows of an earlier run.
+        progress: see `progress_bar`.
 
     Raises:
         InputError: before anything is measured, if a draft or a setting does not fit the model or the texts.
@@ -226,27 +224,28 @@ def run(
     for walk, configs in configs_of:
         for config in configs:
             acceptance.check(model, walk.prompts, config)
+    missing = {walk.context: [case for case in _cases(walk, configs, asked) if case.label not in kept] for walk, configs in configs_of}
+    first = next((walk for walk in walks if missing[walk.context]), walks[0])
     made = _Drafts(model, asked, progress)
-    made.make(asked.drafts, walks[0].prompts)
+    made.make({case.draft: asked.drafts[case.draft] for cases in missing.values() for case in cases}, first.prompts)
     for walk, configs in configs_of:
-        for draft in made.drafts.values():
-            acceptance.check_draft(model, draft, walk.prompts, max(configs, key=lambda config: config.num_speculative_tokens))
-    del draft  # or its weights would stay while others are made
+        largest = max(configs, key=lambda config: config.num_speculative_tokens)
+        for text in dict.fromkeys(case.draft for case in missing[walk.context]):
+            acceptance.check_draft(model, made.drafts[text], walk.prompts, largest)
     about = {"model": name, "dtype": model.dtype.name, "seed": asked.seed, "scheme": asked.scheme}
     about["group_size"] = configs_of[0][1][0].cache_config.group_size_for(model.config.head_dim)
     about["calibration"] = asked.calibrate
-    rows, total = [], len(asked.drafts) * len(asked.modes) * sum(len(configs) for _, configs in configs_of)
-    with rows_kept(output, about) as keep, progress_bar(total=total, unit="run", progress=progress) as bar:
-        for i, (walk, configs) in enumerate(configs_of):
-            if i:
+    rows = []
+    total = len(asked.drafts) * len(asked.modes) * sum(len(configs) for _, configs in configs_of)
+    with progress_bar(total=total, unit="run", progress=progress) as bar:
+        for walk, configs in configs_of:
+            if missing[walk.context] and walk is not first:
                 made.calibrate_for(walk.prompts)
-            for row in _measured(model, tokenizer, made.drafts, walk, configs, asked, bar):
-                rows.append(row)
-                keep(row)
-                if progress is not False:
-                    accepted, tokens = formatted(row["acceptance_rate"], ".3f"), f"{row['mean_acceptance_length']:.2f}"
-                    measured = f"accepted / drafted {accepted}, {tokens} tokens a round"
-                    bar.write(f"qspec: {bar.desc.removesuffix(': ')}: {measured}", file=sys.stderr)
+            found = _measured(model, tokenizer, made.drafts, walk, missing[walk.context], asked)
+            for case in _cases(walk, configs, asked):
+                rows.append(kept.measured(case.label, dict[str, Any], functools.partial(next, found), _figures))
+                bar.update()
+            found.close()  # which frees drafts before others take as much memory
     return AcceptanceReport(**this_run(), **about, texts=len(walks[0].texts), skipped=walks[0].skipped, results=rows)
 
 
@@ -283,42 +282,55 @@ class _Drafts:
         self.make(again, prompts)
 
 
+class _Case(NamedTuple):
+    """What a row measures: a draft by its text, at a context."""
+
+    draft: str
+    context: int
+    config: GenerationConfig
+    mode: str
+
+    @property
+    def label(self) -> str:
+        gamma, temperature = self.config.num_speculative_tokens, self.config.temperature
+        return f"{self.draft}, {self.context:,} tokens, gamma {gamma}, temperature {temperature:g}, {self.mode}"
+
+
+def _figures(row: dict[str, Any]) -> str:
+    return f"accepted / drafted {formatted(row['acceptance_rate'], '.3f')}, {row['mean_acceptance_length']:.2f} tokens a round"
+
+
+def _cases(walk: Walk, configs: Sequence[GenerationConfig], asked: Comparison) -> list[_Case]:
+    return [_Case(draft, walk.context, config, mode) for draft, config, mode in itertools.product(asked.drafts, configs, asked.modes)]
+
+
 def _measured(
-    model: Llama,
-    tokenizer: Any,
-    drafts: Mapping[str, Draft],
-    walk: Walk,
-    configs: Sequence[GenerationConfig],
-    asked: Comparison,
-    bar: tqdm,
+    model: Llama, tokenizer: Any, drafts: Mapping[str, Draft], walk: Walk, cases: Sequence[_Case], asked: Comparison
 ) -> Iterator[dict[str, Any]]:
-    """Yields a row for each draft, config and mode; the bar's description says which is measured."""
+    """Yields the row of each case."""
     prompts, key = walk.prompts, key_of(asked.seed)
+    with_gamma = {(case.draft, case.config.num_speculative_tokens): case.config for case in cases}
     chosen = {
         (text, gamma): prepare(model, prompts, config=dataclasses.replace(config, draft=drafts[text]), key=key).draft
-        for text in asked.drafts
-        for gamma, config in {config.num_speculative_tokens: config for config in configs}.items()
+        for (text, gamma), config in with_gamma.items()
     }
-    cases = list(itertools.product(asked.drafts, configs, asked.modes))
     in_turn = acceptance.teacher_forced_in_turn(
-        (model, chosen[text, config.num_speculative_tokens], walk.texts, config, key, tokenizer)
-        for text, config, mode in cases
-        if mode == TEACHER_FORCED
+        (model, chosen[case.draft, case.config.num_speculative_tokens], walk.texts, case.config, key, tokenizer)
+        for case in cases
+        if case.mode == TEACHER_FORCED
     )
-    for text, config, mode in cases:
-        gamma, temperature = config.num_speculative_tokens, config.temperature
-        bar.set_description(f"{text}, {walk.context:,} tokens, gamma {gamma}, temperature {temperature:g}, {mode}")
-        draft = chosen[text, gamma]
-        read = draft, config.cache_config, walk.context + 1
+    for text, context, config, mode in cases:
+        draft = chosen[text, config.num_speculative_tokens]
+        read = draft, config.cache_config, context + 1
         found = next(in_turn) if mode == TEACHER_FORCED else acceptance.free_running(model, draft, prompts, config, key, tokenizer)
-        bar.update()
+        settings = {"gamma": config.num_speculative_tokens, "temperature": config.temperature, "mode": mode}
         yield (
-            {"draft": text, "context": walk.context, "gamma": gamma, "temperature": temperature, "mode": mode}
+            {"draft": text, "context": context, **settings}
             | dataclasses.asdict(found)
             | {"step_bytes": step_bytes(*read, max_item_bytes=ITEM_BYTES), "cache_share": cache_share(*read)}
             | {"raised_groups": raised_groups(*read), "texts": len(prompts), "right": walk.right}
         )
-    in_turn.close()  # which frees drafts before others take as much memory
+    in_turn.close()
 
 
 def _against_bytes(results: list[dict[str, Any]]) -> Any:

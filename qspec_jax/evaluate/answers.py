@@ -18,6 +18,7 @@ from qspec_jax.drafts.registry import NONE
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.cache_views import cache_view
 from qspec_jax.models.llama import Llama
+from qspec_jax.progress import awaited
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +91,7 @@ def answers_of(
     config = GenerationConfig(max_new_tokens=max_new_tokens, draft=draft or NONE, cache=method.cache)
     requests = [Request(prompt, config, jax.random.key(0)) for prompt in prompts]
     results = []
-    for result in run_batch(model, requests, batch_size=batch_size, tokenizer=tokenizer):
+    for result in awaited(run_batch(model, requests, batch_size=batch_size, tokenizer=tokenizer), "prompt", len(requests)):
         results.append(result)
         bar.update()
     return sorted(results, key=lambda result: result.index)

@@ -45,7 +45,7 @@ from qspec_jax.errors import InputError, one_line, warn_once
 from qspec_jax.evaluate.cache_views import UPPER, CacheView, cache_view
 from qspec_jax.evaluate.scoring import WIDTH, score
 from qspec_jax.models.llama import Llama
-from qspec_jax.reports import progress_bar
+from qspec_jax.progress import awaited, progress_bar
 
 log = logging.getLogger(__name__)
 
@@ -259,7 +259,8 @@ class QspecLM(TemplateLM):
         view = cache_view(self.read)
         waiting = dict.fromkeys(pairs)
         with self._bar("log-likelihoods", len(waiting), quiet) as bar:
-            for batch, scores in itertools.chain(self._forked(waiting, view), self._batched(waiting, view)):
+            found = itertools.chain(self._forked(waiting, view), self._batched(waiting, view))
+            for batch, scores in awaited(found, "log-likelihood", len(waiting), lambda batch: len(batch[0])):
                 yield from zip(batch, scores)
                 bar.update(len(batch))
 
@@ -318,7 +319,7 @@ class QspecLM(TemplateLM):
         texts: dict[int, str] = {}
         run = run_batch(self.model, asked, batch_size=self.batch_size, tokenizer=self.tokenizer, view=cache_view(self.read).view)
         with self._bar("generation", len(asked), disable_tqdm) as bar:
-            for result in run:
+            for result in awaited(run, "prompt", len(asked)):
                 texts[result.index] = result.text
                 self.cache_hook.add_partial("generate_until", requests[result.index].args, result.text)
                 bar.update()

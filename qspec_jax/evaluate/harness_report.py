@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import io
 import os
 import sys
@@ -11,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import lm_eval
 from datasets.exceptions import DatasetsError
 from lm_eval.tasks import TaskManager
@@ -22,7 +22,8 @@ from rich.text import Text
 from qspec_jax.errors import InputError, named, one_line, with_type
 from qspec_jax.evaluate import harness
 from qspec_jax.evaluate.harness import WITHOUT_FORKS, QspecLM, without_git_errors
-from qspec_jax.reports import grid
+from qspec_jax.kept_rows import NOT_KEPT, KeptRows
+from qspec_jax.reports import Run, grid, this_run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Metric:
 
 
 @dataclasses.dataclass(frozen=True)
-class HarnessReport:
+class HarnessReport(Run):
     """What `qspec eval harness` measured.
 
     Attributes:
@@ -53,7 +54,6 @@ class HarnessReport:
     """
 
     model: str
-    device: str
     dtype: str
     cache: str
     draft: str
@@ -85,6 +85,7 @@ def run(
     system_instruction: str | None = None,
     metadata: Mapping[str, Any] | None = None,
     seed: int = 1234,
+    kept: KeptRows = NOT_KEPT,
 ) -> HarnessReport:
     """Runs tasks of the harness.
 
@@ -97,6 +98,7 @@ def run(
         system_instruction: the beginning of each prompt.
         metadata: settings that some tasks ask for, as RULER's do for max_seq_lengths.
         seed: of few-shot examples.
+        kept: the tasks of an earlier run.
 
     Raises:
         InputError: for an unknown task, for a mistake in one, and for data that are not on this machine and cannot be fetched.
@@ -116,17 +118,29 @@ def run(
             raise InputError(f"there is no task {task!r}, nor one like it, among the {len(manager.all_tasks):,} of lm_eval{there}")
     settings = dict(num_fewshot=num_fewshot, limit=limit, apply_chat_template=apply_chat_template, system_instruction=system_instruction)
     settings |= dict.fromkeys(("random_seed", "numpy_random_seed", "fewshot_random_seed"), seed) | {"torch_random_seed": None}
-    with _mistakes_of_tasks(tasks), _quiet(lm.progress):
-        found = lm_eval.simple_evaluate(lm, tasks=list(tasks), task_manager=manager, log_samples=False, **settings)
+
+    def measured(task: str) -> list[Metric]:
+        with _mistakes_of_tasks([task]), _quiet(lm.progress):
+            found = lm_eval.simple_evaluate(lm, tasks=[task], task_manager=manager, log_samples=False, **settings)
+        return list(_metrics(found["results"]))
+
+    metrics: dict[tuple[str, str, str], Metric] = {}  # a task may be named twice, alone and by its group
+    for task in tasks:
+        for metric in kept.measured(task, list[Metric], functools.partial(measured, task), _figures):
+            metrics[metric.task, metric.filter, metric.metric] = metric
     return HarnessReport(
+        **this_run(),
         model=lm.directory,
-        device=jax.devices()[0].device_kind,
         dtype=lm.model.dtype.name,
         cache=lm.read,
         draft=lm.config.draft,
         harness=lm_eval.__version__,
-        results=list(_metrics(found["results"])),
+        results=list(metrics.values()),
     )
+
+
+def _figures(metrics: list[Metric]) -> str:
+    return ", ".join(f"{metric.metric} {metric.value:.4f}" for metric in metrics if isinstance(metric.value, float))
 
 
 @contextlib.contextmanager

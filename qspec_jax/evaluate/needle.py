@@ -7,6 +7,7 @@ lose are the tokens after it. (Greg Kamradt's LLMTest_NeedleInAHaystack; the pas
 
 import bisect
 import dataclasses
+import functools
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -20,10 +21,12 @@ from qspec_jax import plots
 from qspec_jax.decoding.requests import check_length
 from qspec_jax.drafts import make_draft
 from qspec_jax.errors import InputError
-from qspec_jax.evaluate.answers import METHODS, Method, answers_of, by_method, check
+from qspec_jax.evaluate.answers import METHODS, Method, answers_of, by_method, check, method_name
 from qspec_jax.evaluate.texts import split_tokens
+from qspec_jax.kept_rows import NOT_KEPT, KeptRows
 from qspec_jax.models.llama import Llama
-from qspec_jax.reports import progress_bar
+from qspec_jax.progress import progress_bar, working
+from qspec_jax.reports import Run, this_run
 
 MIN_RIGHT = 0.9  # share of right answers with a full cache; below, acceptance along answers says nothing about drafts
 MIN_LINE_TOKENS = 4  # any line of a haystack has more
@@ -159,7 +162,7 @@ class Agreement:
 
 
 @dataclasses.dataclass(frozen=True)
-class NeedleReport:
+class NeedleReport(Run):
     """What `qspec eval needle` measured: cells by method, length and depth, and the agreement if there are two methods."""
 
     format: str
@@ -264,6 +267,7 @@ def run(
     seed: int = 0,
     batch_size: int = 4,
     int4: Llama | None = None,
+    kept: KeptRows = NOT_KEPT,
     progress: bool | None = None,
 ) -> NeedleReport:
     """Scores every method on the same prompts.
@@ -274,35 +278,54 @@ def run(
         samples: prompts for each length and depth.
         style: a key of FORMATS.
         int4: the model with INT4 weights for drafts; None: made here.
-        progress: whether a bar is shown; None: where standard error is a terminal.
+        kept: the answers of an earlier run, a row for each method and length.
+        progress: see `progress_bar`.
 
     Raises:
         InputError: as `check`, `make_prompt` and `make_draft` do, and for samples below 1.
     """
     prompts = _prompts(model, tokenizer, lengths, depths, samples, style, seed)
-    cells, answers = [], []
+    cells, answers, new_tokens = [], [], FORMATS[style].new_tokens
     with progress_bar(total=len(methods) * len(prompts) * samples, desc="needle", unit="prompt", progress=progress) as bar:
         for method in methods:
-            draft = make_draft(method.draft, model, int4=int4)
             of_method = []
+            draft = functools.cache(functools.partial(make_draft, method.draft, model, int4=int4))  # made for the first that is measured
             for length in lengths:
                 # One length at a time, so that a short prompt has no longer a cache than it needs.
                 asked = [prompt for depth in depths for prompt in prompts[length, depth]]
-                tokens, new_tokens = [prompt.tokens for prompt in asked], FORMATS[style].new_tokens
-                results = answers_of(model, tokenizer, tokens, method, new_tokens, batch_size=batch_size, draft=draft, bar=bar)
-                right = [is_right(result.text, prompt.value) for prompt, result in zip(asked, results)]
-                of_method += zip(right, (result.token_ids for result in results))
+
+                def answered(asked=asked, method=method, draft=draft) -> list[_Answer]:
+                    tokens, settings = [prompt.tokens for prompt in asked], dict(batch_size=batch_size, draft=draft(), bar=bar)
+                    results = answers_of(model, tokenizer, tokens, method, new_tokens, **settings)
+                    return [_Answer(is_right(result.text, prompt.value), result.token_ids) for prompt, result in zip(asked, results)]
+
+                label = f"{method_name(method)}, {length:,} tokens"
+                bar.update(len(asked) if label in kept else 0)
+                of_method += (found := kept.measured(label, list[_Answer], answered, _right))
                 for i, depth in enumerate(depths):
                     shortest = min(len(prompt.tokens) for prompt in prompts[length, depth])
-                    correct = sum(right[i * samples : (i + 1) * samples])
+                    correct = sum(answer.right for answer in found[i * samples : (i + 1) * samples])
                     cells.append(Cell(method.method, method.cache, length, depth, shortest, correct, samples))
             answers.append(of_method)
     agreement = None
     if len(methods) == 2:
         pairs = list(zip(*answers))
-        same_score, same_tokens = (sum(one[part] == other[part] for one, other in pairs) for part in (0, 1))
-        agreement = Agreement(len(pairs), same_tokens=same_tokens, same_score=same_score)
-    return NeedleReport(style, seed, model.dtype.name, cells, agreement)
+        same_tokens = sum(one.token_ids == other.token_ids for one, other in pairs)
+        agreement = Agreement(len(pairs), same_tokens=same_tokens, same_score=sum(one.right == other.right for one, other in pairs))
+    about = dict(format=style, seed=seed, dtype=model.dtype.name)
+    return NeedleReport(**this_run(), **about, results=cells, agreement=agreement)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Answer:
+    """The tokens of an answer, and whether it is right."""
+
+    right: bool
+    token_ids: list[int]
+
+
+def _right(answers: list[_Answer]) -> str:
+    return f"{sum(answer.right for answer in answers)} of {len(answers)} right"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,6 +361,7 @@ def answered(
     return Answered([prompt + answer[:shortest] for prompt, answer in answers], shortest, right)
 
 
+@working("making prompts")
 def _prompts(
     model: Llama, tokenizer, lengths: Sequence[int], depths: Sequence[float], samples: int, style: str, seed: int
 ) -> dict[tuple[int, float], list[NeedlePrompt]]:

@@ -14,6 +14,7 @@ from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.evaluate.cache_views import FULL, UPPER, cache_view
 from qspec_jax.evaluate.scoring import WIDTH, Figures, Scores, figures, measure
 from qspec_jax.evaluate.texts import ScoredTexts, long_enough, scored_texts
+from qspec_jax.kept_rows import NOT_KEPT, KeptRows
 from qspec_jax.models.llama import Llama
 from qspec_jax.reports import grid
 
@@ -96,6 +97,7 @@ def run(
     max_new_tokens: int,
     scheme: str = CacheConfig.scheme,
     group_size: int | None = None,
+    kept: KeptRows = NOT_KEPT,
     progress: bool | None = None,
 ) -> PerplexityReport:
     """Perplexity and divergence through each of the caches.
@@ -106,7 +108,8 @@ def run(
         prompt_tokens: tokens of each text before the first scored one.
         max_new_tokens: tokens of each text that are scored.
         group_size: tokens in a group; None: the cache's own choice.
-        progress: whether a bar is shown; None: where standard error is a terminal.
+        kept: the scores of an earlier run.
+        progress: see `progress_bar`.
 
     Raises:
         InputError: if all texts are too short, and as `measure` does.
@@ -114,7 +117,12 @@ def run(
     chosen, too_short = long_enough(texts, prompt_tokens, max_new_tokens)
     names = list(dict.fromkeys([FULL, *caches]))
     views = [cache_view(cache, scheme=scheme, group_size=group_size) for cache in names]
-    scores = measure(model, chosen, views, max_new_tokens=max_new_tokens, progress=progress)
+
+    def perplexities(scores: Scores) -> str:
+        found = (f"{name} {math.exp(-scores.logprobs[i].mean()):.4f}" for i, name in enumerate(names))
+        return f"perplexity {', '.join(found)}"
+
+    scores = measure(model, chosen, views, max_new_tokens=max_new_tokens, described=perplexities, kept=kept, progress=progress)
     G = CacheConfig(group_size=group_size, scheme=scheme).group_size_for(model.config.head_dim)
     about = scored_texts(name, model, tokenizer, chosen, max_new_tokens, group_size=G, too_short=too_short)
     rows = [

@@ -7,6 +7,7 @@ are read, how well the model predicts real text with them, as draft and as targe
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -33,9 +34,11 @@ from qspec_jax.evaluate.cache_views import FULL, CacheView, cache_view
 from qspec_jax.evaluate.emulated import EmulatedConfig, Quantizer, in_groups
 from qspec_jax.evaluate.scoring import Figures, batches, figures, measure
 from qspec_jax.evaluate.texts import ScoredTexts, long_enough, scored_texts
+from qspec_jax.kept_rows import NOT_KEPT, KeptRows
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import padded
-from qspec_jax.reports import grid, progress_bar
+from qspec_jax.progress import progress_bar, working
+from qspec_jax.reports import grid
 
 # The axes by keys and values; the other two have the axes of the first.
 VARIANTS = {
@@ -143,6 +146,7 @@ def run(
     prompt_tokens: int,
     max_new_tokens: int,
     group_size: int | None = None,
+    kept: KeptRows = NOT_KEPT,
     progress: bool | None = None,
 ) -> QuantizersReport:
     """Measures quantizers on the tokens after prompts.
@@ -153,7 +157,8 @@ def run(
         prompt_tokens: tokens of each text before the first scored one, at least two groups.
         max_new_tokens: tokens of each text that are scored.
         group_size: tokens in a group; None: the default of the int8 cache.
-        progress: whether a bar is shown; None: where standard error is a terminal.
+        kept: the rows of an earlier run.
+        progress: see `progress_bar`.
 
     Raises:
         InputError: if all texts are too short, for an unknown variant, for a model in which every layer has a sliding window, and as
@@ -172,21 +177,42 @@ def run(
     acceptance.check(model, [text[:prompt_tokens] for text in chosen], config)
     quantizers = {variant: VARIANTS[variant] for variant in VARIANTS if variant in variants}
     about = scored_texts(name, model, tokenizer, chosen, max_new_tokens, group_size=G, too_short=too_short)
-    errors = reading_errors(model, [text[:prompt_tokens] for text in chosen], list(quantizers.values()), group_size=G)
-    full = cache_view(FULL)
-    rows = []
-    for (variant, quantizer), error in zip(progress_bar(quantizers.items(), progress=progress), errors):
-        cache = EmulatedConfig(quantizer, G)
-        views = [full, CacheView(cache, UPPER_PLANE), CacheView(cache, BOTH_PLANES)]
+
+    def errors_of_all() -> list[list[list[float]]]:
+        return reading_errors(model, [text[:prompt_tokens] for text in chosen], list(quantizers.values()), group_size=G).tolist()
+
+    def measured(variant: str, error: list[list[float]]) -> _Measured:
+        quantizer, cache = quantizers[variant], EmulatedConfig(quantizers[variant], G)
+        views = [cache_view(FULL), CacheView(cache, UPPER_PLANE), CacheView(cache, BOTH_PLANES)]
         scores = measure(model, chosen, views, max_new_tokens=max_new_tokens, progress=False)
         draft, target = (
             Reading(**vars(figures(scores, i, about["bytes"])), key_error=keys, value_error=values)
-            for i, (keys, values) in enumerate(error.tolist(), 1)
+            for i, (keys, values) in enumerate(error, 1)
         )
-        accepted, drafted = _acceptance(model, chosen, config, cache)
+        with working("walking"):
+            accepted, drafted = _acceptance(model, chosen, config, cache)
         name_and_settings = variant, quantizer.keys, quantizer.values, quantizer.scheme
-        rows.append(QuantizerRow(*name_and_settings, draft, target, accepted / drafted, accepted, drafted))
-    return QuantizersReport(**about, gamma=GAMMA, full_perplexity=math.exp(-scores.logprobs[0].mean()), results=rows)
+        row = QuantizerRow(*name_and_settings, draft, target, accepted / drafted, accepted, drafted)
+        return _Measured(row, math.exp(-scores.logprobs[0].mean()))
+
+    rows = []
+    errors = kept.measured("errors of keys and values", list[list[list[float]]], errors_of_all)
+    for variant, error in zip(progress_bar(quantizers, progress=progress), errors):
+        rows.append(kept.measured(variant, _Measured, functools.partial(measured, variant, error), _figures))
+    return QuantizersReport(**about, gamma=GAMMA, full_perplexity=rows[-1].full_perplexity, results=[found.row for found in rows])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Measured:
+    """A row, and the perplexity with a cache in the model's own precision, which was measured beside it."""
+
+    row: QuantizerRow
+    full_perplexity: float
+
+
+def _figures(found: _Measured) -> str:
+    row = found.row
+    return f"perplexity {row.draft.perplexity:.4f} as a draft, {row.target.perplexity:.4f} as a target, accepted {row.acceptance_rate:.4f}"
 
 
 def _acceptance(model: Llama, texts: Sequence[Sequence[int]], config: GenerationConfig, cache: EmulatedConfig) -> tuple[int, int]:

@@ -8,7 +8,8 @@ distributions are compared and none is kept.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +26,10 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.requests import check_length, checked_prompts
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.cache_views import CacheView
+from qspec_jax.kept_rows import NOT_KEPT, KeptRows
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import padded
-from qspec_jax.reports import progress_bar
+from qspec_jax.progress import progress_bar
 
 WIDTH = 16  # tokens in a pass: the maximum that the GPU kernels of attention take
 ROWS = 8  # maximum number of texts in a batch
@@ -252,6 +254,8 @@ def measure(
     *,
     max_new_tokens: int,
     width: int = WIDTH,
+    described: Callable[[Scores], str] | None = None,
+    kept: KeptRows = NOT_KEPT,
     progress: bool | None = None,
 ) -> Scores:
     """Scores of the last `max_new_tokens` tokens of each text, in float64; B is the number of texts.
@@ -261,22 +265,40 @@ def measure(
         views: the caches; scores are compared with the first.
         max_new_tokens: tokens of each text that are scored; those before are the prompt.
         width: tokens fed in a pass.
-        progress: whether a bar is shown; None: where standard error is a terminal.
+        described: what is said of the scores of a batch of texts once they are known; None: nothing.
+        kept: the scores of an earlier run, a row for each batch.
+        progress: see `progress_bar`.
 
     Raises:
         InputError: as `check` does.
     """
     check(model, texts, max_new_tokens)
-    parts = []
-    with progress_bar(total=len(texts), progress=progress) as bar:
-        for rows in batches(texts):
-            # The last batch is filled up, so that all are of one shape, which is compiled once.
-            full = rows + [rows[0]] * (len(batches(texts)[0]) - len(rows))
-            prompts, continuations = [row[:-max_new_tokens] for row in full], [row[-max_new_tokens:] for row in full]
-            parts.append(score(model, prompts, continuations, views, width=width))
+    in_batches, parts, done = batches(texts), [], 0
+
+    def scored(rows: list[Sequence[int]]) -> dict[str, Any]:
+        # The last batch is filled up, so that all are of one shape, which is compiled once.
+        full = rows + [rows[0]] * (len(in_batches[0]) - len(rows))
+        prompts, continuations = [row[:-max_new_tokens] for row in full], [row[-max_new_tokens:] for row in full]
+        found = score(model, prompts, continuations, views, width=width)
+        return {name: values[:, : len(rows)].tolist() for name, values in vars(found).items()}
+
+    def restored(row: dict[str, Any]) -> Scores:
+        of_kind = {name: float if name in ("logprobs", "divergence") else bool for name in row}
+        return Scores(**{name: np.asarray(values, of_kind[name]) for name, values in row.items()})
+
+    with progress_bar(total=len(texts), unit="text", progress=progress) as bar:
+        for rows in in_batches:
+            label = f"texts {done + 1} to {done + len(rows)} of {len(texts)}"
+            row = kept.measured(
+                label,
+                dict[str, list[list[list[float]]]],
+                functools.partial(scored, rows),
+                described and (lambda row: described(restored(row))),
+            )
+            parts.append(restored(row))
+            done += len(rows)
             bar.update(len(rows))
-    joined = jax.tree.map(lambda *arrays: np.concatenate(arrays, 1)[:, : len(texts)], *parts)
-    return dataclasses.replace(joined, logprobs=joined.logprobs.astype(np.float64), divergence=joined.divergence.astype(np.float64))
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays, 1), *parts)
 
 
 def batches(texts: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:

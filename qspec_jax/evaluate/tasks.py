@@ -9,6 +9,7 @@ first token of an answer is the same with every cache. A small model scores low;
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import random
@@ -21,16 +22,17 @@ from rich.console import Group
 from qspec_jax import plots
 from qspec_jax.decoding.config import AUTOREGRESSIVE
 from qspec_jax.decoding.requests import check_length
-from qspec_jax.decoding.results import Result
 from qspec_jax.decoding.text import text_of
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.registry import NONE
 from qspec_jax.errors import InputError
-from qspec_jax.evaluate.answers import Method, answers_of, by_method, check
+from qspec_jax.evaluate.answers import Method, answers_of, by_method, check, method_name
 from qspec_jax.evaluate.cache_views import FULL
 from qspec_jax.evaluate.texts import Texts, split_tokens
+from qspec_jax.kept_rows import NOT_KEPT, KeptRows
 from qspec_jax.models.llama import Llama
-from qspec_jax.reports import Run, grid, page, progress_bar, this_run
+from qspec_jax.progress import progress_bar, working
+from qspec_jax.reports import Run, grid, page, this_run
 
 TASKS = COMPLETION, CONTINUATION, RETRIEVAL = "completion", "continuation", "retrieval"
 MIN_COMPLETED, MIN_RETRIEVED = 8, 32  # characters of a line without indentation: shorter lines are too easy, or occur twice
@@ -176,6 +178,7 @@ class TasksReport(Run):
         return figure
 
 
+@working("making prompts")
 def make_samples(tokenizer, texts: Sequence[str], asked: Settings) -> list[Sample]:
     """The samples of each task. Raises InputError for an unknown task, samples below 1, and texts with too few places for the samples."""
     if unknown := [task for task in asked.tasks if task not in TASKS]:
@@ -216,7 +219,15 @@ def similarity(found: Sequence[Any], true: Sequence[Any]) -> float:
     return 2 * longest[-1] / (len(found) + len(true)) if found or true else 1.0
 
 
-def score(sample: Sample, answer: Result) -> tuple[float, bool]:
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a method answered."""
+
+    token_ids: list[int]
+    text: str
+
+
+def score(sample: Sample, answer: Answer) -> tuple[float, bool]:
     """The score of an answer, and whether it is the text's own: its tokens, or its first line; a completion may begin with blank ones."""
     if sample.task == CONTINUATION:
         return similarity(answer.token_ids, sample.answer), answer.token_ids == sample.answer
@@ -234,12 +245,14 @@ def run(
     methods: Sequence[Method],
     *,
     batch_size: int = 4,
+    kept: KeptRows = NOT_KEPT,
     progress: bool | None = None,
 ) -> TasksReport:
     """Scores every method on the same samples.
 
     Args:
-        progress: whether a bar is shown; None: where standard error is a terminal.
+        kept: the answers of an earlier run, a row for each method and task.
+        progress: see `progress_bar`.
 
     Raises:
         InputError: as `make_samples`, `make_draft` and `answers.check` do.
@@ -248,11 +261,24 @@ def run(
     check(model, [settings.length], settings.depths, new)
     check_length(model, "a prompt", settings.length, new)
     asked = make_samples(tokenizer, texts, settings)
-    prompts, answers = [sample.prompt for sample in asked], {}
+    answers: dict[Method, list[Answer]] = {method: [] for method in methods}
     with progress_bar(total=len(methods) * len(asked), progress=progress, desc="tasks", unit="prompt") as bar:
         for method in methods:
-            draft = make_draft(method.draft, model)
-            answers[method] = answers_of(model, tokenizer, prompts, method, new, batch_size=batch_size, draft=draft, bar=bar)
+            draft = functools.cache(functools.partial(make_draft, method.draft, model))  # made for the first task that is measured
+            for task in settings.tasks:
+                mine = [sample for sample in asked if sample.task == task]
+
+                def answered(mine=mine, method=method, draft=draft) -> list[Answer]:
+                    prompts, places = [sample.prompt for sample in mine], dict(batch_size=batch_size, draft=draft(), bar=bar)
+                    results = answers_of(model, tokenizer, prompts, method, new, **places)
+                    return [Answer(result.token_ids, result.text) for result in results]
+
+                def scored(found: list[Answer], mine=mine) -> str:
+                    return f"score {100 * statistics.fmean(score(*pair)[0] for pair in zip(mine, found)):.1f}"
+
+                label = f"{method_name(method)}, {task}"
+                bar.update(len(mine) if label in kept else 0)
+                answers[method] += kept.measured(label, list[Answer], answered, scored)
     scores = {method: [score(*pair) for pair in zip(asked, answers[method])] for method in methods}
     full = next((method for method in methods if method.cache == FULL), None)
     results = []

@@ -4,16 +4,17 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from rich.console import Group
 from rich.table import Table
 
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
-from qspec_jax.reports import page
+from qspec_jax.progress import working
+from qspec_jax.reports import Run, page, this_run
 
 
+@working("tokenizing")
 def token_stream(tokenizer, texts: Iterable[str]) -> list[int]:
     """The tokens of the texts one after the other, each after the tokenizer's BOS token, if it has one."""
     stream = []
@@ -126,7 +127,7 @@ def count_bytes(tokenizer, texts: Sequence[Sequence[int]], max_new_tokens: int) 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ScoredTexts:
+class ScoredTexts(Run):
     """The model and the texts of a report.
 
     Attributes:
@@ -138,7 +139,6 @@ class ScoredTexts:
     """
 
     model: str
-    device: str
     dtype: str
     group_size: int
     prompt_tokens: int
@@ -175,8 +175,8 @@ def scored_texts(
         group_size: tokens in a group of the cache.
     """
     return dict(
+        **this_run(),
         model=name,
-        device=jax.devices()[0].device_kind,
         dtype=model.dtype.name,
         group_size=group_size,
         prompt_tokens=len(texts[0]) - max_new_tokens,

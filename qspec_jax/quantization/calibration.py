@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
-from tqdm import tqdm
 
 from pallas_kernels.formats.rounding import accumulation_dtype
 from pallas_kernels.formats.weights import Int4Weight
@@ -19,6 +18,7 @@ from qspec_jax.errors import InputError
 from qspec_jax.models.block import Angles, Block
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import attend_prompt, padded
+from qspec_jax.progress import progress_bar, working
 from qspec_jax.quantization.weights import quantize_weight
 
 # The linear layers that read each of a block's hidden states, in models that have them.
@@ -51,14 +51,16 @@ def quantize_linears_for(model: Llama, texts: Sequence[Sequence[int]], *, progre
     valid = positions < n[:, None]
     x = model.embed(tokens)
     weights = model.weights()
-    hide = None if progress is None else not progress
-    for i, block in enumerate(tqdm(model.layers, desc="calibrate the draft", unit="layer", leave=False, disable=hide)):
-        x, moments = _block(block, x, angles, valid)
-        if not all(bool(jnp.isfinite(m).all()) for m in moments.values()):
-            raise InputError(f"calibration: layer {i} has activations that are not finite; use a wider dtype or do not calibrate")
-        for source, second in moments.items():
-            paths = [path for name in READERS[source] if (path := f"layers.{i}.{name}.weight") in weights]
-            weights |= zip(paths, _quantized([weights[path] for path in paths], second))
+    with progress_bar(progress=progress, total=len(model.layers), desc="calibrate the draft", unit="layer") as bar:
+        for i, block in enumerate(model.layers):
+            with working(f"calibrating layer {i + 1} of {len(model.layers)}"):
+                x, moments = _block(block, x, angles, valid)
+                if not all(bool(jnp.isfinite(m).all()) for m in moments.values()):
+                    raise InputError(f"calibration: layer {i} has activations that are not finite; use a wider dtype or do not calibrate")
+                for source, second in moments.items():
+                    paths = [path for name in READERS[source] if (path := f"layers.{i}.{name}.weight") in weights]
+                    weights |= zip(paths, _quantized([weights[path] for path in paths], second))
+            bar.update()
     return model.with_weights(weights)
 
 

@@ -22,7 +22,7 @@ from qspec_jax.errors import InputError, writing
 from qspec_jax.evaluate import needle
 from qspec_jax.files import check_writable, read_json, whole_file, write_json
 from qspec_jax.models.config import LlamaConfig
-from qspec_jax.reports import progress_bar
+from qspec_jax.progress import progress_bar
 from qspec_jax.training import embedded_model
 from qspec_jax.training.pretraining import HeldOut, Settings, save_model
 from qspec_jax.training.tokenizer import encode, save_tokenizer
@@ -80,7 +80,7 @@ def run(
         needles: the share of the tokens, from 0 to below 1, that are prompts of `qspec eval needle` with their answers, with seeds that
             the evaluation never uses.
         smoke: whether a tiny model is trained on a tiny corpus.
-        progress: see `reports.progress_bar`.
+        progress: see `progress_bar`.
 
     Raises:
         InputError: if JAX finds no GPU, and for a directory that cannot be written or holds another run.

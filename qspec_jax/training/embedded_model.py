@@ -17,7 +17,7 @@ from qspec_jax import plots
 from qspec_jax.errors import writing
 from qspec_jax.files import write_json
 from qspec_jax.models.config import LlamaConfig
-from qspec_jax.reports import progress_bar
+from qspec_jax.progress import progress_bar
 from qspec_jax.training.pretraining import HeldOut, Settings, save_model
 from qspec_jax.training.tokenizer import END_OF_TEXT_ID, encode, save_tokenizer, train_tokenizer
 from qspec_jax.training.trainer import Recipe, Trainer, TrainingProgress, TrainingReport, read_training_text
@@ -70,7 +70,7 @@ def run(
         total_seconds: of the whole run, which shorten training.
         steps: the exact number of steps instead, to repeat a run; 0: by the time.
         smoke: whether a tiny model is trained on a tiny corpus.
-        progress: see `reports.progress_bar`.
+        progress: see `progress_bar`.
 
     Raises:
         InputError: for a directory that cannot be written, and if matplotlib is not installed.
