@@ -243,7 +243,11 @@ PARTS = {
 
 @pytest.mark.parametrize(
     ("method", "layers"),
-    [("none", 3), ("sparse", 2), ("streaming-llm:budget=24,sinks=2", 2), pytest.param("quantspec", 3, marks=pytest.mark.system)],
+    [
+        ("none", 3),
+        ("sparse", 2),
+        *(pytest.param(*case, marks=pytest.mark.system) for case in (("streaming-llm:budget=24,sinks=2", 2), ("quantspec", 3))),
+    ],
 )
 def test_long_prompts_are_prefilled_in_parts(method, layers, monkeypatch):
     """With rounds of the other rows between, after as many parts as they may have to wait for: the same results."""
@@ -308,7 +312,7 @@ def test_a_run_that_is_over_holds_nothing_on_the_device(results, model, draft):
         gc.enable()
 
 
-@pytest.mark.parametrize("method", ["sparse", "none"])
+@pytest.mark.parametrize("method", ["none", pytest.param("sparse", marks=pytest.mark.system)])
 def test_short_prompts_are_prefilled_together(method, model, paged, monkeypatch):
     """Two at a time, if both are short and there are two slots: the same results, and lines begin in their order."""
     requests = some_requests(12)

@@ -283,6 +283,7 @@ def test_a_step_that_cannot_be_compiled_is_one_row_and_keeps_nothing(one_layer, 
     assert (second.method, second.status) == ("autoregressive", "measured")
 
 
+@pytest.mark.system
 def test_a_draft_beside_layers_with_a_window_is_timed(run, tmp_path):
     window = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 32, "use_sliding_window": True}
     config = ARCHITECTURES["tiny"] | window | {"num_hidden_layers": 2, "max_window_layers": 1}

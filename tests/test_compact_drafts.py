@@ -58,8 +58,14 @@ def test_what_is_missing_behind_a_full_acceptance_is_seen(model, monkeypatch):
     assert accepted(model, draft, num_speculative_tokens=3) < 0.9
 
 
-@pytest.mark.parametrize("text", EVERYTHING[1:])
-@pytest.mark.parametrize("gamma", [3, 2 * G])
+@pytest.mark.parametrize(
+    ("gamma", "text"),
+    [
+        (2 * G, EVERYTHING[1]),
+        (3, EVERYTHING[2]),
+        *(pytest.param(*case, marks=pytest.mark.system) for case in ((3, EVERYTHING[1]), (2 * G, EVERYTHING[2]))),
+    ],
+)
 def test_what_a_round_left_in_an_int8_cache_is_taken_in(shallow, text, gamma):
     """Also what the flush at the round's end has quantized already, where a short prompt is followed by more than a group."""
     lengths = [3, 2 * G + 1, 43]
@@ -92,9 +98,16 @@ def after_rounds(model, prompts, text: str, rounds: int, **settings):
     return draft, state, tokens
 
 
-@pytest.mark.parametrize("positions", ["window", "kept"])
-@pytest.mark.parametrize("cache", ["full", "int8"])
-@pytest.mark.parametrize("rounds", [0, 5])
+@pytest.mark.parametrize(
+    ("positions", "cache", "rounds"),
+    [
+        *(("window", "full", 5), ("kept", "int8", 5), ("window", "int8", 0)),
+        *(
+            pytest.param(*case, marks=pytest.mark.system)
+            for case in (("kept", "full", 0), ("window", "full", 0), ("kept", "int8", 0), ("window", "int8", 5), ("kept", "full", 5))
+        ),
+    ],
+)
 def test_streaming_llm_is_a_forward_pass_over_sinks_and_window(shallow, positions, cache, rounds):
     """At the positions 0, 1, 2, ... of the tokens that are left, or at those in the text; some prompts are shorter than the budget."""
     check_streaming_llm(shallow, positions, cache, rounds)

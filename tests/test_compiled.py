@@ -195,9 +195,16 @@ def test_pieces_of_mapped_memory_are_counted(monkeypatch, tmp_path):
 # The loop --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gamma", [0, 4])
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("kind", ["int8", "full"])
+@pytest.mark.parametrize(
+    ("kind", "batch", "gamma"),
+    [
+        *(("int8", 1, 4), ("int8", 3, 0), ("full", 3, 4)),
+        *(
+            pytest.param(*case, marks=pytest.mark.system)
+            for case in (("int8", 1, 0), ("int8", 3, 4), ("full", 1, 0), ("full", 1, 4), ("full", 3, 0))
+        ),
+    ],
+)
 def test_the_loop_makes_nothing_of_cache_size(kind, batch, gamma):
     assert faults(kind, batch, gamma) == []
 

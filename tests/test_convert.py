@@ -36,9 +36,14 @@ from qspec_jax.quantization.weights import quantize_weight
 FAMILIES = ["llama-biases", "qwen3-biases", "mistral-default", "phi3-longrope", "smollm3-interval", "internlm3-biases"]
 
 
-# How many bytes a number has does not depend on the family; phi3's tensors are split as they are read.
+# How many bytes a number has does not depend on the family; phi3's tensors are split as they are read. More families: test_families.py.
 @pytest.mark.parametrize(
-    ("case", "dtype"), [*((case, "float32") for case in FAMILIES), ("llama-biases", "bfloat16"), ("phi3-longrope", "bfloat16")]
+    ("case", "dtype"),
+    [
+        *(("llama-biases", "float32"), ("phi3-longrope", "bfloat16"), ("smollm3-interval", "float32")),
+        *(pytest.param(case, "float32", marks=pytest.mark.system) for case in FAMILIES if case not in ("llama-biases", "smollm3-interval")),
+        pytest.param("llama-biases", "bfloat16", marks=pytest.mark.system),
+    ],
 )
 def test_a_converted_model_is_the_one_that_is_loaded_directly(case, dtype, tmp_path, monkeypatch):
     for name in ("BATCH_BYTES", "LOADED_BYTES"):

@@ -20,7 +20,8 @@ from qspec_jax.drafts import quantspec
 
 G = 4
 LENGTHS = (1, G - 1, G, G + 1, 2 * G - 1, 2 * G, 2 * G + 1, 5 * G + 3)
-GAMMAS = (1, 2, 4, 6, 2 * G)
+GAMMAS = (1, 4, 2 * G)
+MORE_GAMMAS = tuple(pytest.param(gamma, marks=pytest.mark.system) for gamma in (2, 6))
 NEW = 6 * G  # three flushes and more, also after a prompt of one token
 QUANTSPEC = GenerationConfig(draft="quantspec", max_new_tokens=NEW, group_size=G, ignore_eos=True)
 TARGET = dataclasses.replace(QUANTSPEC, draft="none", cache="int8")
@@ -68,7 +69,7 @@ def check_lengths(prompts, run) -> None:
 # The target ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheme", ["int8_first", "paper", "one_bit"])
+@pytest.mark.parametrize("scheme", ["int8_first", pytest.param("paper", marks=pytest.mark.system), "one_bit"])
 def test_one_by_one_decoding_is_the_int8_target(float64, scheme):
     model, _ = model_and_draft("float64")
     prompts = prompts_of(LENGTHS)
@@ -84,7 +85,7 @@ def test_with_a_full_cache_it_is_the_model_itself(float64):
     check_greedy(model, prompts, run, None)
 
 
-@pytest.mark.parametrize("gamma", GAMMAS)
+@pytest.mark.parametrize("gamma", [*GAMMAS, *MORE_GAMMAS])
 def test_quantspec_on_a_coarse_target(float64, gamma):
     """Every prompt length in one batch, twice; a wrong schedule reads other codes, which one bit does not forgive."""
     model, draft = model_and_draft("float64", 1)
@@ -100,7 +101,7 @@ def test_quantspec_on_a_coarse_target(float64, gamma):
 
 
 # Batches of three with the other gammas: test_exactness.py. One layer compiles in half the time. Every gamma: the test above.
-@pytest.mark.parametrize("batch, gamma, layers", [(1, min(GAMMAS), 1), (1, 4, 1), (1, max(GAMMAS), 1), (3, 4, 2)])
+@pytest.mark.parametrize("batch, gamma, layers", [(3, 4, 2), *(pytest.param(1, gamma, 1, marks=pytest.mark.system) for gamma in GAMMAS)])
 def test_float32_against_a_baseline_padded_to_as_many_rows(batch, gamma, layers):
     model, draft = model_and_draft("float32", layers)
     config = dataclasses.replace(QUANTSPEC, num_speculative_tokens=gamma)
@@ -147,6 +148,8 @@ def test_sampled_pairs_on_a_coarse_target():
 # Where rows end --------------------------------------------------------------------------------------------------------
 
 
+# At every place of a text, and with caps at fewer places: test_exactness.py.
+@pytest.mark.system
 def test_eos_at_every_place_of_a_block(float64):
     """An EOS accepted as any of four drafts or emitted after them, and at every place relative to the length cap."""
     model, _ = model_and_draft("float64")
@@ -173,7 +176,7 @@ def test_a_row_that_has_ended_stays_as_it_is(float64):
     model, draft = model_and_draft("float64", 1)
     prompts = prompts_of((2 * G, 5 * G + 3, G, 1, G - 1, G + 1, 2 * G - 1, 2 * G + 1))
     # Shapes and scheme of test_quantspec_on_a_coarse_target, which has compiled them.
-    config = dataclasses.replace(QUANTSPEC, scheme="one_bit", num_speculative_tokens=6)
+    config = dataclasses.replace(QUANTSPEC, scheme="one_bit", num_speculative_tokens=4)
     limits = make_limits(model, *[config] * len(prompts))
     limits = dataclasses.replace(limits, max_new_tokens=limits.max_new_tokens.at[0].set(6))
     state, step, _ = prepared(model, prompts, config, draft=draft, limits=limits)

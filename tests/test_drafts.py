@@ -58,9 +58,10 @@ NO_STATE = ((), ())
 @pytest.mark.parametrize(
     ("options", "middle", "small"),
     [
-        *((options, "another table", "uniform") for options in SAMPLERS),
+        (SAMPLERS[1], "another table", "uniform"),
         (SAMPLERS[2], "the target", "another table"),
         (SAMPLERS[3], "uniform", "the target"),
+        *(pytest.param(SAMPLERS[i], "another table", "uniform", marks=pytest.mark.system) for i in (0, 2, 3)),
     ],
     ids=str,
 )
@@ -135,7 +136,16 @@ class Adversary(Draft):
         return jnp.where(second.sum(-1) > 0, second.argmax(-1), -1)
 
 
-@pytest.mark.parametrize(("options", "masked"), [*((options, True) for options in SAMPLERS), (SAMPLERS[1], False)], ids=str)
+@pytest.mark.parametrize(
+    ("options", "masked"),
+    [
+        (SAMPLERS[1], True),
+        (SAMPLERS[3], True),
+        (SAMPLERS[1], False),
+        *(pytest.param(SAMPLERS[i], True, marks=pytest.mark.system) for i in (0, 2)),
+    ],
+    ids=str,
+)
 def test_observations_of_rejected_drafts_are_hidden(options, masked, monkeypatch):
     if not masked:
         monkeypatch.setattr(rounds, "seen_by_accepted", lambda masses, kept: masses)
@@ -230,19 +240,21 @@ def small(tmp_path_factory):
         (SPARSE, {"adaptive": True, "min_draft_confidence": 0.1}),
         ("streaming-llm:budget=12,sinks=3", {"temperature": 0.9, "top_k": 9}),
         ("snapkv:budget=36,generated=5", {"adaptive": True, "min_draft_confidence": 0.1}),
-        ("exact-topk:unit=token,budget=0.2", ALL),
-        ("h2o:budget=0.2,min_groups=2", ALL),
-        ("sparse:budget=0.2,min_groups=2,newest=0.25,memory=0.6,heads=by-mass", ALL),
-        ("chunk-means:budget=0.2,chunk=2,rebuild=5,dense_layers=0", ALL),
         ("retrieval:budget=44,chunk=2,rebuild=5,least_accepted=0.3,generated=7", ALL),
-        pytest.param(
-            "triforce:model={directory},gamma1=2,sinks=2,window=9,middle=(retrieval:budget=44,chunk=2,rebuild=5)",
-            ALL,
-            marks=pytest.mark.system,
-        ),
         ("triforce:model={directory},gamma1=3,sinks=2,window=9,middle=(sparse:budget=0.2,min_groups=2)", {}),
         (f"{SECOND},reads=window,sinks=2,window=9", ALL),
-        (f"combine:prompt-lookup+{SECOND}", ALL),
+        # Of the same kinds: other scores of groups and chunks, and drafts of two.
+        *(
+            pytest.param(text, ALL, marks=pytest.mark.system)
+            for text in (
+                "exact-topk:unit=token,budget=0.2",
+                "h2o:budget=0.2,min_groups=2",
+                "sparse:budget=0.2,min_groups=2,newest=0.25,memory=0.6,heads=by-mass",
+                "chunk-means:budget=0.2,chunk=2,rebuild=5,dense_layers=0",
+                "triforce:model={directory},gamma1=2,sinks=2,window=9,middle=(retrieval:budget=44,chunk=2,rebuild=5)",
+                f"combine:prompt-lookup+{SECOND}",
+            )
+        ),
     ],
     ids=str,
 )

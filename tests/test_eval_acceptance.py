@@ -112,8 +112,10 @@ def test_what_drafts_with_caches_of_their_own_cover():
     assert 0.1 < kept < 0.9 and window == pytest.approx(kept, abs=0.02)
 
 
-def test_budgets_below_the_min_groups_are_named(run, directory, file):
+def test_budgets_below_the_min_groups_are_named(run, directory, file, monkeypatch):
     """A quarter of 4 groups is one, and 75 % are three: with at least two of them the table says which budget was raised, and to what."""
+    measured = acceptance.Acceptance(0.5, 1.5, None, 1, 2, 1, 4, 0.0)
+    monkeypatch.setattr(acceptance, "teacher_forced_in_turn", lambda runs: (measured for _ in runs))
     base = ["eval", "acceptance", "--model", directory, "--file", file, "--temperature", 0, "--no-calibrate", "--mode", "teacher-forced"]
     base += ["--context", 80, "--max-new-tokens", 3, "--texts", 1, "--group-size", 16, "--draft", "sparse:min_groups=2,weight_bits=16"]
     code, out, _ = run(*base, "--budget", 0.25, "--budget", 0.75)

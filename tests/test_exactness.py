@@ -69,18 +69,14 @@ def _x64():
 
 @pytest.fixture(scope="module")
 def model():
-    """One layer compiles in half the time."""
+    """One layer compiles in half the time; two layers: test_decode.py."""
     return random_model(jnp.float64, num_hidden_layers=1)
-
-
-def decoded_one_by_one(model):
-    """What one-by-one decoding with the INT8 target emits, by prompt length."""
-    return {n: run_rounds(model, random_prompts([n]), TARGET).tokens[0] for n in LENGTHS}
 
 
 @pytest.fixture(scope="module")
 def targets(model):
-    return decoded_one_by_one(model)
+    """What one-by-one decoding with the INT8 target emits, by prompt length."""
+    return {n: run_rounds(model, random_prompts([n]), TARGET).tokens[0] for n in LENGTHS}
 
 
 @pytest.fixture
@@ -129,13 +125,13 @@ def check_schedule(run, lengths, config, *, gammas=None, some_rounds_without=Fal
 GRID = [*itertools.product(LENGTHS, GAMMAS)]
 
 
-@pytest.mark.parametrize("gamma", [1, 4, max(GAMMAS)])
+# One draft a round is among the longer tests: test_decode.py has it, too.
+@pytest.mark.parametrize("gamma", [pytest.param(1, marks=pytest.mark.system), 4, max(GAMMAS)])
 def test_greedy_quantspec_is_its_target(model, targets, gamma):
     config = dataclasses.replace(QUANTSPEC, num_speculative_tokens=gamma)
     if gamma == max(GAMMAS):
         lengths, gammas = zip(*GRID)
-        two_layers = random_model(jnp.float64)
-        rate = check_greedy(two_layers, decoded_one_by_one(two_layers), config, quantspec(two_layers), [lengths], gammas)
+        rate = check_greedy(model, targets, config, quantspec(model), [lengths], gammas)
     else:  # one prompt alone with the other gammas: test_decode.py
         rate = check_greedy(model, targets, config, quantspec(model), BATCHES + ALONE * (gamma == 4))
     # Otherwise nothing was rejected, or nothing accepted, and little was tested.
@@ -175,8 +171,9 @@ def drafts(model):
 
 
 KINDS = [*OTHERS, "two levels", "triforce", "small model", "a lookup or a window", "a lookup or sparse"]
-# Those that differ little from others are among the longer tests.
-MORE = (*(OTHERS[i] for i in (1, 6, -1)), "a lookup or sparse")
+# Those that differ little from others are among the longer tests: choices by another score, or parts of a combined draft; so do those
+# whose greedy tokens test_drafts.py has, in batches whose rows are replaced.
+MORE = (*(OTHERS[i] for i in (1, 3, 5, 6, 7, 8, -2, -1)), "triforce", "small model", "a lookup or sparse")
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.system) if kind in MORE else kind for kind in KINDS])
@@ -216,7 +213,7 @@ class LongBlocksWithRows(LongBlocks):
         return self.gamma1
 
 
-@pytest.mark.parametrize("kind", [TriForceDraft, LongBlocks, LongBlocksWithRows])
+@pytest.mark.parametrize("kind", [TriForceDraft, LongBlocks, pytest.param(LongBlocksWithRows, marks=pytest.mark.system)])
 def test_a_middle_that_reads_the_targets_cache_has_room_in_it(model, targets, drafts, kind):
     """Every draft is accepted; what a longer block feeds beyond the room for the round is clamped onto rows that are valid."""
     draft = kind(drafts["two levels"].small, QuantSpecDraft(ViewedModel(model, BOTH_PLANES)), gamma1=8)
@@ -228,6 +225,7 @@ def test_a_middle_that_reads_the_targets_cache_has_room_in_it(model, targets, dr
     assert (all(tokens) and all(rates)) == (kind is not LongBlocks)
 
 
+@pytest.mark.system
 def test_what_ends_a_row_ends_it_within_a_block_of_two_levels(model, targets, drafts):
     """An EOS, and a row's own stop sequence, as any of four drafts or behind them, and at every place relative to the length cap."""
     always = TriForceDraft(drafts["triforce"].small, QuantSpecDraft(ViewedModel(model, BOTH_PLANES)))  # so that blocks are long
@@ -294,6 +292,7 @@ def test_a_cap_one_larger_is_seen(model, one_bit, monkeypatch):
     assert wrong_schedule == len(LENGTHS)
 
 
+@pytest.mark.system
 def test_groups_of_128_and_600_new_tokens(model):
     config = GenerationConfig(draft="quantspec", max_new_tokens=600, group_size=128, ignore_eos=True)
     prompts = random_prompts([200, 77])

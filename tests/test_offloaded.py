@@ -67,7 +67,7 @@ def small(tmp_path_factory):
 
 def test_tokens_and_codes_are_those_on_the_device():
     with jax.enable_x64(True):
-        model = random_model("float64")
+        model = random_model("float64", num_hidden_layers=1)
         config = dataclasses.replace(CONFIG, draft="sparse:budget=0.3,min_groups=2,weight_bits=16", temperature=0.8)
         states = []
         for each in (config, offloaded(config)):
@@ -93,12 +93,12 @@ def test_tokens_and_codes_are_those_on_the_device():
     ("cache", "draft"),
     [
         ("full:host=all", "quantspec:weight_bits=16"),  # whose steps read the target's cache
-        ("full:host=all,resident=0.5", "retrieval:budget=44,chunk=2"),  # which looks tokens up in it
+        pytest.param("full:host=all,resident=0.5", "retrieval:budget=44,chunk=2", marks=pytest.mark.system),  # which looks tokens up in it
         ("int8:host=lower,resident=0.5", "none"),
         ("int8:host=all", "quantspec:weight_bits=16"),  # which copies the upper plane
         pytest.param("int8:host=all,resident=0.5", "retrieval:budget=44,chunk=2", marks=pytest.mark.system),
         pytest.param("int8:host=lower", "triforce:model={small},middle=(retrieval:budget=44,chunk=2)", marks=pytest.mark.system),
-        ("int8:host=all", "streaming-llm:budget=20,sinks=3"),
+        pytest.param("int8:host=all", "streaming-llm:budget=20,sinks=3", marks=pytest.mark.system),
     ],
 )
 def test_others_and_layers_that_are_resident(cache, draft, small):
@@ -121,7 +121,7 @@ def test_streaming_llm_reads_no_old_tokens_in_a_round(monkeypatch):
 
 def test_a_row_that_is_full_is_not_touched_by_another_s_flush():
     """What is written for a row that is not due goes behind its last group, also where it has no room for another."""
-    model = random_model("float32")
+    model = random_model("float32", num_hidden_layers=1)
     # Of four groups of a row, the first has all when the second flushes.
     prompts = random_prompts([64, 38])
     config = dataclasses.replace(CONFIG, draft="none", num_speculative_tokens=0, max_new_tokens=64, group_size=24)
@@ -147,7 +147,7 @@ def test_recent_tokens_are_those_that_the_cache_holds():
 
 
 def test_a_cache_without_room_for_a_group():
-    model = random_model("float32")
+    model = random_model("float32", num_hidden_layers=1)
     config = dataclasses.replace(CONFIG, draft="quantspec:weight_bits=16", group_size=512)
     prompts = [prompt[:12] for prompt in PROMPTS]
     assert run_rounds(model, prompts, offloaded(config)).tokens == run_rounds(model, prompts, config).tokens

@@ -133,6 +133,7 @@ def test_plans_and_info_count_the_bytes_of_packed_weights(tmp_path):
     assert not planned_config(tmp_path / "groups").int4_weights and not load_model(tmp_path / "groups").config.int4_weights
 
 
+@pytest.mark.system
 def test_with_simulated_devices(request):
     simulated_devices.run_those_of(request, 2)
 

@@ -71,7 +71,11 @@ def test_tokens_have_the_targets_distribution(options):
     assert p_value(counts, joint(config)) > 1e-3
 
 
-@pytest.mark.parametrize("options", SCHEDULES.values(), ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [SCHEDULES["both"], *(pytest.param(SCHEDULES[name], marks=pytest.mark.system) for name in ("adaptive", "confidence"))],
+    ids=str,
+)
 def test_schedules_keep_the_distribution(options):
     """Counts the tokens after several rounds, whose lengths depended on what was accepted."""
     config = GenerationConfig(temperature=1.0, ignore_eos=True, **options)
@@ -108,7 +112,7 @@ def draft(model):
     return quantspec(model)
 
 
-@pytest.mark.parametrize("name", ["quantspec", "none"])
+@pytest.mark.parametrize("name", ["quantspec", pytest.param("none", marks=pytest.mark.system)])
 @pytest.mark.parametrize("options", [OF_MODEL, SCHEDULES["both"] | {"repetition_penalty": 1.4}], ids=["processors", "schedules"])
 def test_greedy_tokens_are_the_targets(options, name, model, draft):
     config, draft = dataclasses.replace(CONFIG, draft=name, cache="int8", **options), None if name == "none" else draft
@@ -125,7 +129,9 @@ def test_greedy_tokens_are_the_targets(options, name, model, draft):
         assert tokens != rows.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0.9, "repetition_penalty": 1.4, "top_k": 9}, {"draft": "none"}])
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0.9, "repetition_penalty": 1.4, "top_k": 9}, pytest.param({"draft": "none"}, marks=pytest.mark.system)]
+)
 def test_logprobs_are_the_targets_own(settings, model, draft):
     config = dataclasses.replace(CONFIG, cache="int8", top_logprobs=3, **settings)
     draft = draft if config.speculative else None

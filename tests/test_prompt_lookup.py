@@ -103,10 +103,20 @@ COMBINED = {
 @pytest.mark.parametrize(
     ("kind", "confidence", "options"),
     [
-        *(("a lookup of two tokens, or draws", 0.0, options) for options in SAMPLERS),
-        *(("a lookup of two tokens, or draws", 0.4, options) for options in SAMPLERS[1:3]),
-        *(("prompt lookup", 0.0, options) for options in SAMPLERS[0::3]),
-        *(("draws within draws", 0.0, options) for options in SAMPLERS[2:]),
+        # Each kind with some samplers, and each sampler with some kind; all of the one in the middle are among the longer tests.
+        ("a lookup of two tokens, or draws", 0.0, SAMPLERS[1]),
+        ("a lookup of two tokens, or draws", 0.4, SAMPLERS[2]),
+        ("prompt lookup", 0.0, SAMPLERS[0]),
+        ("draws within draws", 0.0, SAMPLERS[3]),
+        *(
+            pytest.param(*case, marks=pytest.mark.system)
+            for case in (
+                *(("a lookup of two tokens, or draws", 0.0, SAMPLERS[i]) for i in (0, 2, 3)),
+                ("a lookup of two tokens, or draws", 0.4, SAMPLERS[1]),
+                ("prompt lookup", 0.0, SAMPLERS[3]),
+                ("draws within draws", 0.0, SAMPLERS[2]),
+            )
+        ),
     ],
     ids=str,
 )
@@ -139,8 +149,14 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("planted", [False, True])
+@pytest.mark.parametrize(
+    ("pair", "planted"),
+    [
+        *((pair, False) for pair in PAIRS),
+        ("fickle", True),
+        *(pytest.param(pair, True, marks=pytest.mark.system) for pair in PAIRS if pair != "fickle"),
+    ],
+)
 def test_no_choice_depends_on_a_token_that_was_drawn(pair, planted, monkeypatch):
     """Planted: the longer proposal by how long it came to be."""
     if planted:

@@ -28,7 +28,7 @@ CONFIG = GenerationConfig(draft="quantspec", max_new_tokens=20, group_size=8, ig
 def loop():
     """A function of sampler, state and limits, and these for two rows."""
     model = random_model(jnp.float32, num_hidden_layers=1)
-    draft = make_draft("sparse:budget=0.3,min_groups=1", model)
+    draft = make_draft("quantspec", model)
     state, _, limits = prepared(model, random_prompts([20, 30]), CONFIG, draft=draft)
     target = ViewedModel(model, BOTH_PLANES)
     return lambda *args: decode(target, draft, *args, jnp.int32(100)), make_sampler(CONFIG, CONFIG), state, limits

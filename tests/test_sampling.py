@@ -92,15 +92,16 @@ def tiny():
         pytest.param("sparse:budget=0.2,min_groups=1", marks=pytest.mark.system),
         "sparse:budget=0.2,min_groups=2,memory=0.5,heads=by-mass",
         "streaming-llm:budget=3,sinks=1",
-        "snapkv:budget=33,generated=1",
-        "combine:(prompt-lookup:longest=3,shortest=3)+quantspec",
+        pytest.param("snapkv:budget=33,generated=1", marks=pytest.mark.system),
+        # Combined drafts and two levels without a model's cache: test_prompt_lookup.py, test_drafts.py.
+        pytest.param("combine:(prompt-lookup:longest=3,shortest=3)+quantspec", marks=pytest.mark.system),
         pytest.param("exact-topk:budget=0.2", marks=pytest.mark.system),
         pytest.param("h2o:budget=0.2,min_groups=1", marks=pytest.mark.system),
-        "chunk-means:budget=4,chunk=2,rebuild=1,dense_layers=0",
+        pytest.param("chunk-means:budget=4,chunk=2,rebuild=1,dense_layers=0", marks=pytest.mark.system),
         "retrieval:budget=34,chunk=1,rebuild=0,generated=1",
         pytest.param("a second model", marks=pytest.mark.system),
         "a window of a second model",
-        "triforce with a window of a second model",
+        pytest.param("triforce with a window of a second model", marks=pytest.mark.system),
     ],
 )
 def test_the_whole_path_on_a_real_cache(draft, tiny):

@@ -42,7 +42,13 @@ def muted(model, skipped):
     return muted
 
 
-@pytest.mark.parametrize("text", ["0", "(1,2)", "3", "(0a,1m)", "(1a,3m)", "(0m,1a,2,3a)", "(0,1,2,3a)", "(0a,1a,2a,3a)", "none"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("0", "(0a,1m)", "(0m,1a,2,3a)", "none"),
+        *(pytest.param(text, marks=pytest.mark.system) for text in ("(1,2)", "3", "(1a,3m)", "(0,1,2,3a)", "(0a,1a,2a,3a)")),
+    ],
+)
 def test_a_pass_is_that_of_a_model_in_which_the_halves_add_nothing(model, text):
     """Over a cache whose other layers hold the same; it comes back as it was where nothing was fed."""
     skipped = Skipped.parse(text)
@@ -110,11 +116,7 @@ def test_all_other_drafts_skip_nothing(model):
     assert dataclasses.replace(both[0]).in_loop().skipped == both[0].skipped
 
 
-IDLE = Skipped(frozenset({1, 4}), frozenset({1, 3}))
-
-
-def of_six_layers():
-    return random_model(jnp.float64, num_hidden_layers=6)
+IDLE = Skipped(frozenset({2}), frozenset({1}))  # as many as the search may leave out of four layers
 
 
 def chosen(target, draft, lengths=(150, 30, 190), gamma=3):
@@ -125,9 +127,9 @@ WITHIN = pytest.param("combine:prompt-lookup+(sparse:skip=auto,dense_layers=1)",
 
 
 @pytest.mark.parametrize("text", ["quantspec:skip=auto", WITHIN])
-def test_the_search_leaves_out_what_adds_nothing(float64, caplog, text):
+def test_the_search_leaves_out_what_adds_nothing(model, caplog, text):
     """Each of the other sublayers changes what the model says, as its weights are drawn at random."""
-    model = muted(of_six_layers(), IDLE)
+    model = muted(model, IDLE)
     made = make_draft(text.replace("auto", "auto,weight_bits=16,head_bits=16"), model)
     with caplog.at_level("INFO"):
         found = chosen(model, made)
@@ -140,9 +142,9 @@ def test_the_search_leaves_out_what_adds_nothing(float64, caplog, text):
 
 
 def test_nothing_is_skipped_where_prompts_or_layers_are_too_few(float64, caplog, model):
-    few, six = random_model(jnp.float64, num_hidden_layers=2), of_six_layers()
+    few = random_model(jnp.float64, num_hidden_layers=2)
     with caplog.at_level("INFO"):
-        assert not chosen(six, make_draft("quantspec:skip=auto", six), [9, 20, 13]).skipped
+        assert not chosen(model, make_draft("quantspec:skip=auto", model), [9, 20, 13]).skipped
         assert not chosen(few, make_draft("quantspec:skip=auto", few)).skipped
     assert "the prompts are too short to choose by" in caplog.text and "there is no other" in caplog.text
     assert make_draft("quantspec", model).chosen() == ()

@@ -93,7 +93,13 @@ def test_a_window_is_attended_to_and_nothing_before_it(model):
 
 
 @mostly_some
-@pytest.mark.parametrize("draft", ["quantspec", "sparse", "h2o", "prompt-lookup", "exact-topk", "combine:prompt-lookup+sparse"])
+@pytest.mark.parametrize(
+    "draft",
+    [
+        *("quantspec", "sparse", "prompt-lookup"),
+        *(pytest.param(draft, marks=pytest.mark.system) for draft in ("h2o", "exact-topk", "combine:prompt-lookup+sparse")),
+    ],
+)
 def test_greedy_tokens_are_the_targets(model, draft):
     if draft == "exact-topk" and not model.config.full_layers:
         pytest.skip("needs a layer without a window: test_sliding_drafts.py")
@@ -106,7 +112,10 @@ def test_greedy_tokens_are_the_targets(model, draft):
 
 
 @mostly_some
-@pytest.mark.parametrize("cache", ["full", "kivi", "h2o:heavy=8,recent=8", "streaming-llm:sinks=2,window=9"])
+@pytest.mark.parametrize(
+    "cache",
+    ["full", "h2o:heavy=8,recent=8", *(pytest.param(c, marks=pytest.mark.system) for c in ("kivi", "streaming-llm:sinks=2,window=9"))],
+)
 def test_greedy_tokens_over_other_caches(model, cache):
     prompts = random_prompts([5, 45])
     draft = "none" if cache.startswith(("h2o", "streaming")) else "prompt-lookup"
@@ -123,7 +132,7 @@ def test_a_batch_whose_rows_share_pages(model, paged):
 
 
 @mostly_some
-@pytest.mark.parametrize("cache", ["int8", "full"])
+@pytest.mark.parametrize("cache", ["int8", pytest.param("full", marks=pytest.mark.system)])
 def test_states(model, cache, tmp_path):
     """Reading on, in pieces, past windows and flushes, is one-by-one decoding; forks, files and batches go on."""
     prompt, text = random_prompts([30, 60])

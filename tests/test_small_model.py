@@ -93,7 +93,13 @@ def full_cache(model, batch, capacity):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"adaptive": True, "draft_cost": 0.6}, {"min_draft_confidence": 0.05, "num_speculative_tokens": 6}], ids=str
+    "settings",
+    [
+        {},
+        {"adaptive": True, "draft_cost": 0.6},
+        pytest.param({"min_draft_confidence": 0.05, "num_speculative_tokens": 6}, marks=pytest.mark.system),
+    ],
+    ids=str,
 )
 def test_its_cache_holds_what_a_prefill_of_the_text_gives(model, settings):
     """After every round, across three flushes of the target's cache, rounds without a draft, and rounds that stop early."""
