@@ -20,7 +20,7 @@ from qspec_jax.decoding.batch import Request, run_batch
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.limits import make_limits
-from qspec_jax.decoding.prefill import PART, PREFILL, START, Prefill
+from qspec_jax.decoding.prefill import LAYER, PREFILL, START, Prefill
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.decoding.state import RUNNING
 from qspec_jax.decoding.text import first_stop
@@ -276,8 +276,8 @@ def test_long_prompts_are_prefilled_in_parts(method, layers, monkeypatch):
 
 
 def test_parts_share_their_angles_and_know_their_layers_without_rope():
-    """What is held between parts has the cosines and sines of one layer: those of all layers of a long prompt take gigabytes. Parts of as
-    many layers are programs of their own where others of them have no RoPE, and those made ahead are those that are run."""
+    """What is held between parts has the cosines and sines of one layer: those of all layers of a long prompt take gigabytes. Layers with
+    RoPE share a program, as do those without, and the programs made ahead are those that are run."""
     layers = dict(num_hidden_layers=4, no_rope_layers=[1, 0, 0, 1])
     model = random_model(jnp.float32, architecture="SmolLM3ForCausalLM", **layers)
     config = dataclasses.replace(CONFIG, draft="none", cache="int8", num_speculative_tokens=0, max_new_tokens=8, top_logprobs=3)
@@ -289,8 +289,8 @@ def test_parts_share_their_angles_and_know_their_layers_without_rope():
     assert [each.shape for each in jax.tree.leaves(angles)] == [(1, 64, 8)] * 2
     engine.compile_prefills([prefill])
     made = set(engine._executables)
-    with_rope, without = (None, 0), (None, None)
-    assert {variant[-1] for program, variant in made if program is PART} == {(without, with_rope), (with_rope, without)}
+    kinds = [variant[-1] for program, variant in made if program is LAYER]
+    assert len(kinds) == 2 and prefill.kinds == (0, 1, 1, 0)
     *between, state = engine.prefill_in_parts(prefill)
     assert len(between) == 1 and set(engine._executables) == made
     whole, looked_at = engine.prefill(*args), lambda state: (state.tokens, state.logprobs, state.cache)
@@ -349,8 +349,8 @@ def test_programs_of_prefill_are_made_before_the_first_prompt_is_read(model, dra
     requests = [Request([7] * length, dataclasses.replace(CONFIG, max_new_tokens=2), KEY) for length in (3, 70, 5)]
     made, compile_prefills = [], Engine.compile_prefills
 
-    def seen(self, prefills):
-        compile_prefills(self, prefills)
+    def seen(self, prefills, **others):
+        compile_prefills(self, prefills, **others)
         made.append(list(self._executables))
 
     monkeypatch.setattr(Engine, "compile_prefills", seen)

@@ -87,6 +87,14 @@ def _load(ref) -> Array:
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
 
 
+def _store(ref, value: Array) -> None:
+    # jax 0.12 refuses a plain assignment whose accesses are no whole sectors of 32 bytes; before it there is no `store`.
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
 def _quantize(columns: Callable, planes: Planes, scheme: str) -> None:
     """Quantizes a group and writes it. columns: reads columns of its keys, or of its transposed values."""
     half = planes.upper.shape[1]
@@ -100,8 +108,8 @@ def _quantize(columns: Callable, planes: Planes, scheme: str) -> None:
             spoilt = jnp.where(jnp.abs(x) < jnp.inf, 0.0, 1.0).max(0)
             low, high = jnp.where(spoilt == 0, x.min(0), jnp.nan), x.max(0)
             _, _, scale, zero = encode(low, low, high)
-            planes.scale.at[at][...] = scale.astype(jnp.bfloat16)
-            planes.zero.at[at][...] = zero.astype(jnp.bfloat16)
+            _store(planes.scale.at[at], scale.astype(jnp.bfloat16))
+            _store(planes.zero.at[at], zero.astype(jnp.bfloat16))
 
             def to_rows(extreme):
                 return lax.broadcast_in_dim(extreme, x.shape, [1])
@@ -109,7 +117,7 @@ def _quantize(columns: Callable, planes: Planes, scheme: str) -> None:
             return encode(x, to_rows(low), to_rows(high))[:2]
 
         for plane, low, high in zip((planes.upper, planes.lower), codes(0), codes(half)):
-            plane.at[:, pl.ds(tile * COLUMNS, COLUMNS)][...] = (low + 16 * high).astype(jnp.uint8)
+            _store(plane.at[:, pl.ds(tile * COLUMNS, COLUMNS)], (low + 16 * high).astype(jnp.uint8))
 
 
 def _move_up(buffer, group_size: int) -> None:
@@ -117,7 +125,7 @@ def _move_up(buffer, group_size: int) -> None:
     for rows in _chunks(buffer.shape[0] - group_size):
         moved = _load(buffer.at[rows.start + group_size : rows.stop + group_size])
         plgpu.commit_smem()  # as a barrier: all have read what this overwrites
-        buffer[rows] = moved
+        _store(buffer.at[rows], moved)
 
 
 def _chunks(rows: int) -> list[slice]:

@@ -23,7 +23,7 @@ from qspec_jax.decoding.compiled import Call, Compiled, rounded_up
 from qspec_jax.decoding.config import GenerationConfig, beside_draft
 from qspec_jax.decoding.host_residence import none_resident, settled
 from qspec_jax.decoding.limits import Limits
-from qspec_jax.decoding.prefill import START, CacheChoice, Prefill, Reading, Sizes
+from qspec_jax.decoding.prefill import START, CacheChoice, Prefill, Reading, Sizes, kinds_of
 from qspec_jax.decoding.programs import DECODE, FORK, REPEAT, REPLACE, WINDOW
 from qspec_jax.decoding.sampling import Sampler
 from qspec_jax.decoding.state import UNLIMITED, Counts, DecodeState, Logprobs
@@ -35,6 +35,8 @@ from qspec_jax.models.prompts import bucket, padded
 from qspec_jax.models.sharding import mesh_of
 from qspec_jax.models.viewed import ViewedModel
 from qspec_jax.progress import working
+
+FEW_LAYERS = 4  # they take less time to compile in one program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +140,10 @@ class Engine:
         """The draft as rounds run it. Use it after prefill, during which memory peaks."""
         return None if self.draft is None else self.draft.in_loop()
 
+    @functools.cached_property
+    def _kinds(self) -> tuple[int, ...]:
+        return kinds_of(self.target.model.layers)
+
     # Programs with their arguments, for callers that compile and time them ----------------------------------------------
 
     def settle_for(self, rows: int) -> None:
@@ -158,7 +164,7 @@ class Engine:
         Args:
             prompts: token ids of each row.
             sampler, keys, limits: of each row; None where no token is chosen.
-            layers: layers in a part; None: all. Rounds of other rows can come between parts.
+            layers: layers after which rounds of other rows can come; None: all.
 
         Raises:
             HostMemoryError: where host memory cannot hold the part of the cache that belongs there.
@@ -166,12 +172,14 @@ class Engine:
         in_host_memory = self.sizes.cache.in_host_memory
         # A draft that does nothing in prefill is left out, so that such drafts share the program.
         begins = self.draft is not None and (self.draft.prompt_queries or type(self.draft).begin is not Draft.begin)
-        if layers is None or layers >= self.target.model.config.num_layers:
-            # In one program, XLA (jax 0.11) takes memory as if the parts of all layers that go to host memory, and that a draft then reads
-            # there, were on the device at once: for six layers of a 7B model and 64k tokens 5.9 GB, and without the draft 2.4 GB.
-            layers = self.target.model.config.num_layers if in_host_memory and begins else None
+        # In one program, XLA (jax 0.11) takes memory as if the parts of all layers that go to host memory, and that a draft then reads
+        # there, were on the device at once: for six layers of a 7B model and 64k tokens 5.9 GB, and without the draft 2.4 GB.
+        count = len(self._kinds)
+        layers = min(layers or count, count)
+        if layers == count <= FEW_LAYERS and not (in_host_memory and begins):
+            layers = None
         draft = self.draft.in_prefill() if begins else None
-        prefill = Prefill(self.target, draft, *padded(prompts), sampler, keys, limits, self.sizes, layers)
+        prefill = Prefill(self.target, draft, *padded(prompts), sampler, keys, limits, self.sizes, layers, self._kinds)
         return self._with_residence(prefill) if in_host_memory else prefill
 
     def _with_residence(self, prefill: Prefill) -> Prefill:
@@ -228,9 +236,12 @@ class Engine:
         self._unseen += 1
         return self.run(Call(START, (logits, tokens, n, sampler, keys, limits, pending, adaptive), dict(sizes=self.sizes), "resumed"))
 
-    def prepare_prefill(self, prefill: Prefill) -> Callable[[], DecodeState]:
-        """Does the host's part of a prefill, and returns the function that starts the device, with hardly any delay."""
-        self.compile_prefills([prefill])
+    def prepare_prefill(self, prefill: Prefill, *, with_rounds: bool = False) -> Callable[[], DecodeState]:
+        """Does the host's part of a prefill, and returns the function that starts the device, with hardly any delay.
+
+        with_rounds: whether the program of rounds after it is compiled beside its own.
+        """
+        self.compile_prefills([prefill], rounds_after=prefill if with_rounds else None)
 
         def begin() -> DecodeState:
             self._unseen += 1
@@ -244,17 +255,18 @@ class Engine:
         self._unseen += 1
         yield from prefill.run_in_parts(self._executables)
 
-    def compile_prefills(self, prefills: Iterable[Prefill]) -> None:
-        """Compiles the programs of these prefills that the engine does not have, in parallel."""
+    def compile_prefills(self, prefills: Iterable[Prefill], *, rounds_after: Prefill | None = None) -> None:
+        """Compiles the programs of these prefills that the engine does not have, and that of rounds after one of them, in parallel."""
         missing = [prefill for prefill in prefills if prefill.first.key not in self._executables]
         if not missing:
             return
+        rounds = () if rounds_after is None else self._rounds_ahead(rounds_after)
         self._on_compile(None)
         began, making = time.perf_counter(), {}
         pool = ThreadPoolExecutor()
         try:
             with working("compiling"):
-                for call in itertools.chain.from_iterable(prefill.calls() for prefill in missing):
+                for call in itertools.chain(*(prefill.calls() for prefill in missing), rounds):
                     if call.key not in self._executables and call.key not in making:
                         # Traced in this thread: other threads do not have its settings of JAX.
                         making[call.key] = pool.submit(call.lowered())
@@ -265,6 +277,11 @@ class Engine:
         seconds = time.perf_counter() - began if any(seconds for _, seconds in made.values()) else 0.0
         self._on_compile(seconds)
         self.compile_s += seconds
+
+    def _rounds_ahead(self, prefill: Prefill) -> Iterator[Call]:
+        """The call of rounds after a prefill, for shapes, where these say all that the program depends on."""
+        if mesh_of(self.target) is None:
+            yield self.rounds_call(prefill.shapes(), prefill.sampler, prefill.limits, lazy=True)
 
     def prefill_temporaries(self, prefill: Prefill) -> int:
         """Bytes that a prefill takes on the device besides weights and the state that it returns."""

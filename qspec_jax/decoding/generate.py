@@ -379,7 +379,8 @@ class Run:
             self.continued = Continued(states, self.prompts, self.max_new_tokens, self._compiling.append)
             state = jax.block_until_ready(self.continued.begin(self.engine, self.sampler, self.keys, self.limits))
             return state, time.perf_counter() - began - self.compile_s
-        begin = self.engine.prepare_prefill(self.engine.prefill_of(self.prompts, self.sampler, self.keys, self.limits))
+        prefill = self.engine.prefill_of(self.prompts, self.sampler, self.keys, self.limits)
+        begin = self.engine.prepare_prefill(prefill, with_rounds=self.max_new_tokens > 1)
         jax.block_until_ready(self.engine.draft)
         began = time.perf_counter()
         with jax.profiler.TraceAnnotation("prefill"):

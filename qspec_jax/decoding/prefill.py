@@ -1,12 +1,12 @@
 """Prefill: its programs, and the order in which they run.
 
-The prompts are read by one program for all layers, or by one for a few layers at a time; other rows can then have rounds between the parts.
-A last program chooses the first new token of each row.
+The prompts are read by one program for all layers, or by one for each kind of layer, which compiles in a fraction of the time; other rows
+can then have rounds between layers. A last program chooses the first new token of each row.
 """
 
 import collections
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -26,6 +26,7 @@ from qspec_jax.decoding.sampling import TARGET, Sampler
 from qspec_jax.decoding.state import RUNNING, DecodeState, Logprobs, start
 from qspec_jax.drafts.draft import Draft, Prompt
 from qspec_jax.drafts.step_bytes import bytes_of
+from qspec_jax.models.block import Angles, Block
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.viewed import ViewedModel
 
@@ -173,7 +174,7 @@ def _num_queries(draft: Draft | None) -> int:
 
 PREFILL = Compiled(_prefilled, static_argnames=("sizes",))
 BEGIN = Compiled(_begun, static_argnames=("sizes",))
-PART = Compiled(through_layers, static_argnames=("num_queries",), donate_argnames=("x", "cache"))
+LAYER = Compiled(through_layers, static_argnames=("num_queries",), donate_argnames=("x", "cache"))
 END = Compiled(_ended, static_argnames=("sizes",), donate_argnames=("cache",))
 START = Compiled(_started, static_argnames=("sizes",))
 
@@ -181,10 +182,17 @@ START = Compiled(_started, static_argnames=("sizes",))
 Executables = Mapping[Hashable, jax.stages.Compiled]  # by the key of a call
 
 
+def kinds_of(layers: Sequence[Block]) -> tuple[int, ...]:
+    """A number for each layer; those of layers that can share a program are equal."""
+    numbers: dict[Hashable, int] = {}
+    kinds = ((jax.tree.structure(layer), tuple((x.shape, x.dtype) for x in jax.tree.leaves(layer))) for layer in layers)
+    return tuple(numbers.setdefault(kind, len(numbers)) for kind in kinds)
+
+
 @dataclasses.dataclass(frozen=True)
 class Prefill:
-    """Prefill of prompts: one program (`PREFILL`), or a first (`BEGIN`), one for each part of the layers (`PART`), and a last (`END`).
-    Then the one that chooses first tokens (`START`).
+    """Prefill of prompts: one program (`PREFILL`), or a first (`BEGIN`), one that each layer runs (`LAYER`), and a last (`END`). Then the
+    one that chooses first tokens (`START`).
 
     Attributes:
         target: the model that reads the prompts.
@@ -193,7 +201,8 @@ class Prefill:
         n: the length of each prompt.
         sampler, keys, limits: they choose the first new token of each row; None where none is chosen (`read`).
         sizes: the sizes that the programs are compiled for.
-        layers: layers in a part; None for all layers in one program.
+        layers: layers after which other rows can have rounds; None for all layers in one program.
+        kinds: of the layers, see `kinds_of`.
     """
 
     target: ViewedModel
@@ -205,6 +214,7 @@ class Prefill:
     limits: Limits | None
     sizes: Sizes
     layers: int | None = None
+    kinds: tuple[int, ...] = ()
 
     def with_cache(self, cache: CacheChoice) -> Self:
         """The prefill with another cache."""
@@ -220,7 +230,7 @@ class Prefill:
         return _last(self.run_in_parts(executables))
 
     def run_in_parts(self, executables: Executables) -> Iterator[Array | DecodeState]:
-        """Runs the programs. Yields between parts, each time an array that is ready when the part is done; at the end the state."""
+        """Runs the programs. Yields after every `layers` layers an array that is ready when they are done; at the end the state."""
         return self._in_turn(lambda call: executables[call.key](*call.args))
 
     def shapes(self) -> DecodeState:
@@ -271,10 +281,10 @@ class Prefill:
             return
         x, angles, cache = result(self._begin())
         filled, queries = (), ()
-        for at in range(0, self.target.model.config.num_layers, self.layers):
-            if at:
+        for i in range(self.target.model.config.num_layers):
+            if i and i % self.layers == 0:
                 yield x
-            x, of_cache, of_queries = result(self._part(slice(at, at + self.layers), angles, x, cache))
+            x, of_cache, of_queries = result(self._layer(i, angles, x, cache))
             filled, queries = filled + of_cache, queries + of_queries
         yield result(self._end(x, cache.with_layers(filled), queries))
 
@@ -292,13 +302,12 @@ class Prefill:
     def _begin(self) -> Call:
         return Call(BEGIN, (self.target, self.tokens, self.n), dict(sizes=self.sizes), self._variant)
 
-    def _part(self, part: slice, angles: tuple, x: Array, cache: Cache) -> Call:
-        """Takes the hidden states x through some of the layers. angles, x, cache (of all layers): as `_begin` returns them."""
-        blocks, cache = list(self.target.model.layers)[part], cache.part(part)
-        # Parts differ in the number of layers, in which of their caches are in host memory, and in the attention of their layers.
-        variant = x.shape[:2], tuple(any(map(in_host, jax.tree.leaves(layer))) for layer in cache.layers), tuple(b.kind for b in blocks)
-        args = blocks, angles, x, self.n, cache
-        return Call(PART, args, dict(num_queries=_num_queries(self.draft)), variant)
+    def _layer(self, i: int, angles: Angles, x: Array, cache: Cache) -> Call:
+        """Takes the hidden states x through layer i. angles, x, cache (of all layers): as `_begin` returns them."""
+        cache = cache.part(slice(i, i + 1))
+        variant = x.shape[:2], any(map(in_host, jax.tree.leaves(cache.layers))), self.kinds[i]
+        args = [self.target.model.layers[i]], angles, x, self.n, cache
+        return Call(LAYER, args, dict(num_queries=_num_queries(self.draft)), variant)
 
     def _start(self, logits: Array) -> Call:
         seen = self.tokens if self.limits.asks_what_was_seen else None

@@ -152,11 +152,6 @@ class Block(nnx.Module):
         """KV heads on this device."""
         return self.k_proj.weight.get_value().shape[0] // self.head_dim
 
-    @property
-    def kind(self) -> tuple[int | None, int | None]:
-        """How the attention of layers differs within a model."""
-        return self.window, self._rope
-
     def angles_of(self, angles: Angles) -> tuple[Array, ...]:
         """The angles of this layer: cosines and sines, those of angles 0 without RoPE; and the scale of queries, if there is one."""
         cos_sin = rope.unrotated(*angles.cos_sin[0]) if self._rope is None else angles.cos_sin[self._rope]
