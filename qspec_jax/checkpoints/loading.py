@@ -256,25 +256,45 @@ class Outline:
         return f"{self.quantization + ', ' if self.quantization else ''}{packed} of {len(linears)} stay in INT4"
 
 
-def outline_of(directory: str | Path) -> Outline:
+def outline_of(directory: str | Path, *, dtype: str | None = None, weights: str | None = None) -> Outline:
     """The outline of the model of a checkpoint; no weight is read but the scales of those that may stay in INT4.
 
-    Raises InputError as `load_model`.
+    Args:
+        directory, dtype, weights: see `load_model`; the head is as it is stored.
+
+    Raises:
+        InputError: as `load_model`, for what can be seen without weights.
     """
-    directory = local(directory)
+    directory, linears = local(directory), WeightsChoice.parse(weights).linears
     if converted.is_converted(directory):
         config, manifest = config_and_manifest(directory)
-        weights = manifest.stored_shapes(jnp.dtype(manifest.dtype))
-        config = with_packed(config, manifest.packed.keys(), _stored_group_size(manifest))
-        return Outline(dataclasses.replace(config, dtype=manifest.dtype), manifest.dtype, None, weights)
+        wanted = as_loaded(dtype or manifest.dtype)
+        packed = frozenset() if linears == DEQUANTIZED else manifest.packed.keys()
+        stored = manifest.stored_shapes(jnp.dtype(wanted))
+        plain = {path: jax.ShapeDtypeStruct(shape, jnp.dtype(wanted)) for path, shape in weight_shapes(config).items()}
+        config = with_packed(config, packed, _stored_group_size(manifest))
+        found = {path: stored[path] if path in packed else plain[path] for path in stored}
+        return Outline(dataclasses.replace(config, dtype=manifest.dtype), wanted, None, found)
     source = open_source(directory)
-    dtype = jnp.dtype(default_dtype(source.config, source.directory))
-    packed = packed_paths(source, dtype, None)
+    dtype = jnp.dtype(as_loaded(dtype or default_dtype(source.config, source.directory)))
+    packed = packed_paths(source, dtype, linears)
 
     plain = {path: jax.ShapeDtypeStruct(place.shape, dtype) for path, place in source.places.items()}
     config = with_packed(source.config, packed, _group_size(source, packed))
     weights = plain | {path: _packed_outline(source, path) for path in packed}
     return Outline(config, dtype.name, source.quantization, weights)
+
+
+def outline_model(directory: str | Path, *, dtype: str | None = None, weights: str | None = None) -> Llama:
+    """The model that `load_model` gives on one device, with shapes for its weights; programs can be compiled for it.
+
+    For the arguments see `load_model`. Raises InputError as that does, for what can be seen without weights.
+    """
+    if not converted.is_converted(directory := local(directory)):
+        open_source(directory).check_contents()
+    found = outline_of(directory, dtype=dtype, weights=weights)
+    model = Llama(found.config, lambda path, shape: found.weights[path])
+    return model if WeightsChoice.parse(weights).head_bits == 16 else jax.eval_shape(quantize_head, model)
 
 
 def planned_config(directory: str | Path) -> LlamaConfig:

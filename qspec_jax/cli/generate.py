@@ -41,6 +41,7 @@ from qspec_jax.cli.options import (
     written_by_first,
 )
 from qspec_jax.decoding import processes
+from qspec_jax.decoding.ahead import compile_ahead
 from qspec_jax.decoding.chat import check_template, hint_at_chat, with_chats
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import Generation, Stream, generate
@@ -54,6 +55,7 @@ from qspec_jax.decoding.saving import load_state
 from qspec_jax.drafts.registry import AUTO, NONE, USUAL
 from qspec_jax.errors import InputError, writing
 from qspec_jax.files import STANDARD, name_of, output_to, read_text, read_texts, to_json
+from qspec_jax.models.llama import Llama
 from qspec_jax.states.state import State
 from qspec_jax.traces.file import page_to
 
@@ -134,19 +136,35 @@ def generate_command(
     place, quiet = place_of(devices, distributed=distributed), as_json or not processes.is_first()
     if calibrate and place is not None:
         raise InputError("--calibrate is for one device; leave it, or --devices, out")
+
+    def token_ids(network: Llama, tokenizer: Any) -> list[list[int]]:
+        return checked_prompts(network, _messages(prompts, system, tokenizer) if chat else prompts, config, tokenizer, names)
+
+    def compiles_ahead(outline: Llama, tokenizer: Any) -> None:
+        nonlocal config
+        config = compile_ahead(outline, token_ids(outline, tokenizer), config, tokenizer)
+
+    ahead = place is None and state is None and not calibrate
     with contextlib.ExitStack() as opened:
         write = processes.all_or_none(lambda: opened.enter_context(output_to(written_by_first(output))))
         write_trace = trace and opened.enter_context(page_to(trace, output))
         network, tokenizer = processes.all_or_none(
             lambda: load(
-                model, dtype, quiet=quiet, weights=weights, place=place, caches=[config.cache_config], silent_on_sampling=silent_on_sampling
+                model,
+                dtype,
+                quiet=quiet,
+                weights=weights,
+                place=place,
+                caches=[config.cache_config],
+                silent_on_sampling=silent_on_sampling,
+                before_weights=compiles_ahead if ahead else None,
             )
         )
         hints = () if chat or state else (hint_at_chat(tokenizer, prompt, "--chat takes it as a user's message") for prompt in prompts)
         if hint := next(filter(None, hints), None):
             log.warning("%s", hint)
         if state is None:
-            tokens = checked_prompts(network, _messages(prompts, system, tokenizer) if chat else prompts, config, tokenizer, names)
+            tokens = token_ids(network, tokenizer)
         else:
             loaded = load_state(state, network, config=config)
             config, tokens = dataclasses.replace(config, **loaded.reader.settings), _extended(loaded, prompts, tokenizer)

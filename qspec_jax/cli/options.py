@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import typer
@@ -26,6 +26,7 @@ from qspec_jax.decoding.data_parallel import Place
 from qspec_jax.drafts.registry import AUTO, DRAFTS, NONE, DraftSettings
 from qspec_jax.errors import InputError, writing
 from qspec_jax.files import check_writable, is_replaced, is_same_file, name_of
+from qspec_jax.models.llama import Llama
 from qspec_jax.models.sharding import model_mesh
 
 log = logging.getLogger(__name__)
@@ -340,6 +341,7 @@ def load(
     place: Place | None = None,
     caches: Sequence[CacheConfig] = (),
     silent_on_sampling: bool = True,
+    before_weights: Callable[[Llama, Any], None] | None = None,
 ):
     """The model of a checkpoint directory, and its tokenizer.
 
@@ -351,6 +353,7 @@ def load(
         place: the mesh to divide it over.
         caches: what it will have; one that no model of its shape can have is refused before weights are read.
         silent_on_sampling: False if a line is to say so where the checkpoint would sample, and decoding is greedy.
+        before_weights: called with the model's outline and the tokenizer before weights are read.
     """
     if dtype == "float64":
         jax.config.update("jax_enable_x64", True)
@@ -363,8 +366,10 @@ def load(
         _hint_at_sampling(directory)
     for cache in caches:
         cache.check(loading.config_and_dtype(directory)[0])
-    network = loading.load_model(directory, dtype=dtype and str(dtype), weights=weights, mesh=mesh, progress=progress)
-    return network, load_tokenizer(directory)
+    tokenizer, how = load_tokenizer(directory), dict(dtype=dtype and str(dtype), weights=weights)
+    if before_weights is not None:
+        before_weights(loading.outline_model(directory, **how), tokenizer)
+    return loading.load_model(directory, **how, mesh=mesh, progress=progress), tokenizer
 
 
 def check_saves(option: str, path: Path, sources: Sequence[Path]) -> None:

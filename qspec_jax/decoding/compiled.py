@@ -142,7 +142,9 @@ class Compiled:
     def _program(self, args: tuple, static: dict[str, Any]) -> Iterator[_Program]:
         """The program for these arguments, which is dropped if making it fails."""
         leaves, tree = jax.tree.flatten(args)
-        key = (tree, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves), tuple(sorted(static.items())))
+        usual = _usual_place()
+        places = (None if leaf.sharding == usual else leaf.sharding for leaf in leaves)
+        key = (tree, tuple((leaf.shape, leaf.dtype, place) for leaf, place in zip(leaves, places)), tuple(sorted(static.items())))
         with _lock:
             program = self.programs.setdefault(key, _Program())
             program.used = next(_clock)
@@ -241,6 +243,12 @@ class Call:
         return self.program.shapes(*self.args, **self.static)
 
 
+def _usual_place() -> SingleDeviceSharding:
+    """Where shapes that say no place will be."""
+    default = jax.config.jax_default_device  # which may be a platform's name
+    return SingleDeviceSharding(default if isinstance(default, jax.Device) else jax.local_devices()[0])
+
+
 def _is_host_shape(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct) and getattr(leaf.sharding, "memory_kind", None) == "pinned_host"
 
@@ -260,8 +268,7 @@ def _with_memory_kinds(traced: jax.stages.Traced) -> Any:
     spaces = [aval.memory_space for aval in traced.jaxpr.out_avals]
     if jax.memory.Space.Host not in spaces:
         return traced.out_info
-    default = jax.config.jax_default_device  # which may be a platform's name
-    device = default if isinstance(default, jax.Device) else jax.local_devices()[0]
+    (device,) = _usual_place().device_set
     host = SingleDeviceSharding(device, memory_kind="pinned_host")
     in_host = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=host) for x in leaves)
     return jax.tree.unflatten(tree, (far if space == jax.memory.Space.Host else x for x, far, space in zip(leaves, in_host, spaces)))

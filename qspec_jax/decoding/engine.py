@@ -236,12 +236,9 @@ class Engine:
         self._unseen += 1
         return self.run(Call(START, (logits, tokens, n, sampler, keys, limits, pending, adaptive), dict(sizes=self.sizes), "resumed"))
 
-    def prepare_prefill(self, prefill: Prefill, *, with_rounds: bool = False) -> Callable[[], DecodeState]:
-        """Does the host's part of a prefill, and returns the function that starts the device, with hardly any delay.
-
-        with_rounds: whether the program of rounds after it is compiled beside its own.
-        """
-        self.compile_prefills([prefill], rounds_after=prefill if with_rounds else None)
+    def prepare_prefill(self, prefill: Prefill) -> Callable[[], DecodeState]:
+        """Does the host's part of a prefill, and returns the function that starts the device, with hardly any delay."""
+        self.compile_prefills([prefill])
 
         def begin() -> DecodeState:
             self._unseen += 1

@@ -17,6 +17,7 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.continued import Continued
 from qspec_jax.decoding.displayed import generation_html
 from qspec_jax.decoding.limits import make_limits
+from qspec_jax.decoding.prefill import Prefill
 from qspec_jax.decoding.prepare import Prepared, prepare
 from qspec_jax.decoding.reading import states_of
 from qspec_jax.decoding.requests import Request
@@ -379,13 +380,18 @@ class Run:
             self.continued = Continued(states, self.prompts, self.max_new_tokens, self._compiling.append)
             state = jax.block_until_ready(self.continued.begin(self.engine, self.sampler, self.keys, self.limits))
             return state, time.perf_counter() - began - self.compile_s
-        prefill = self.engine.prefill_of(self.prompts, self.sampler, self.keys, self.limits)
-        begin = self.engine.prepare_prefill(prefill, with_rounds=self.max_new_tokens > 1)
+        begin = self.engine.prepare_prefill(self.compile())
         jax.block_until_ready(self.engine.draft)
         began = time.perf_counter()
         with jax.profiler.TraceAnnotation("prefill"):
             state = jax.block_until_ready(begin())
         return state, time.perf_counter() - began
+
+    def compile(self) -> Prefill:
+        """The prefill of the prompts, once its programs and that of rounds are compiled, side by side."""
+        prefill = self.engine.prefill_of(self.prompts, self.sampler, self.keys, self.limits)
+        self.engine.compile_prefills([prefill], rounds_after=prefill if self.max_new_tokens > 1 else None)
+        return prefill
 
     def _update(self, state: DecodeState) -> list[tuple[list[int], str]]:
         new = self.engine.poll(state, [len(row.token_ids) for row in self.rows])

@@ -20,6 +20,7 @@ from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.registry import AUTO, NONE
 from qspec_jax.models.llama import Llama
 from qspec_jax.planning.choice import Setting, choose, relative_cost
+from qspec_jax.quantization.outline import is_outline
 
 log = logging.getLogger(__name__)
 
@@ -85,13 +86,13 @@ def resolve_prompt_settings(
     """The draft with those of its settings resolved that depend on the prompts, such as `skip=auto`.
 
     Args:
-        model: the target.
+        model: the target; with an outline nothing is resolved.
         draft: None and a draft that no config uses are returned unchanged.
         configs: one of each prompt; they share a cache.
         prompts: token ids.
     """
     gamma = max((max_drafts(model, config) for config in configs), default=0)
-    if draft is None or not gamma:
+    if draft is None or not gamma or is_outline(model):
         return draft
     return draft.with_choice(functools.partial(layers_to_skip, model, prompts, configs[0].cache_config, gamma))
 

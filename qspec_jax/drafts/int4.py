@@ -16,6 +16,7 @@ from qspec_jax.models.placement import Placement
 from qspec_jax.models.sharding import mesh_of
 from qspec_jax.progress import working
 from qspec_jax.quantization.calibration import quantize_linears_for
+from qspec_jax.quantization.outline import is_outline
 from qspec_jax.quantization.weights import groups_are_cut, is_linear, quantize_linears, quantize_weight
 
 log = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ def int4_model(
     """The model with INT4 linear layers; all else is the same arrays, not copies, and so are layers that are in INT4 already, and experts.
 
     Args:
-        model: the model.
+        model: the model, or an outline of it, which gives an outline.
         calibration: token ids of texts for which the weights should err least, see calibration.py; without effect, as a
             log line says, if all layers are in INT4 already. None: the weights that are stored in the converted directory that the model
             was loaded from, or its own, rounded to nearest.
@@ -51,6 +52,8 @@ def int4_model(
         raise InputError("calibration: some of the target's layers are in INT4 already; leave it out")
     if calibration is not None:
         return quantize_linears_for(model, calibration, progress=progress)
+    if is_outline(model):
+        return jax.eval_shape(quantize_linears, model)
     directory = model.origin.directory
     if directory is not None and not directory.exists():
         raise InputError(f"{directory}: no such directory, where the model was loaded from")
