@@ -34,7 +34,7 @@ def test_transformers_beside(run, monkeypatch, directory):
         assert exit_code == 0 and (ours["method"], theirs["method"], theirs["context"]) == ("autoregressive", "transformers", 200)
         assert (theirs["status"], theirs["note"]) == (status, note)
         assert theirs["speedup"] == (pytest.approx(2e-3) if code == 0 else None)
-    assert asked == [{"config": ARCHITECTURES["tiny"], "context": 200, "dtype": "bfloat16", "seed": 0}] * 3
+    assert asked == [{"config": ARCHITECTURES["tiny"], "context": 200, "dtype": "bfloat16", "way": "one by one", "seed": 0}] * 3
     code, _, err = run("bench", "decode", "--model", directory, "--max-new-tokens", 16, "--context", 64, *flags[2:])
     assert code == 0, err
     assert asked[3]["directory"] == str(directory.resolve())
@@ -51,14 +51,35 @@ def test_a_checkpoint_for_transformers_is_never_a_shape_of_ours(monkeypatch, tmp
     monkeypatch.setattr(transformers_decode.subprocess, "run", start)
     row = transformers_decode.measure(Path("tiny"), 64, dtype="float32")
     assert (row.status, row.note) == ("failed", "exit code 1")
-    assert asked == [{"directory": str(tmp_path / "tiny"), "context": 64, "dtype": "float32", "seed": 0}]
+    assert asked == [{"directory": str(tmp_path / "tiny"), "context": 64, "dtype": "float32", "way": "one by one", "seed": 0}]
+
+
+def test_ways_of_transformers(run, fails, monkeypatch, directory):
+    """Each is a row: with drafts, and with a quantized cache."""
+    asked = []
+
+    def measure(source, context, *, dtype, way, seed):
+        asked.append((context, way))
+        return decode_rows.DecodeRow(way, context, 0, "measured", ms_per_token=1.0)
+
+    monkeypatch.setattr(transformers_decode, "check", lambda: None)
+    monkeypatch.setattr(transformers_decode, "measure", measure)
+    monkeypatch.setattr(decode, "measure", lambda *args, **settings: [])
+    ways = ["--transformers-draft", "prompt-lookup", "--transformers-draft", directory, "--transformers-quantized"]
+    code, out, err = run(*FAST, "--context", 200, "--methods", "autoregressive", *ways, "--json")
+    assert code == 0, err
+    assert asked == [(200, way) for way in ("one by one", "prompt-lookup", str(directory), "quantized cache")]
+    assert [row["method"] for row in json.loads(out)["rows"]] == [way for _, way in asked]
+    fails(["bench", "decode", "--arch", "tiny", "--transformers-draft", "lookup"], "--transformers-draft lookup: should be prompt-lookup")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
-def test_transformers_tokens_are_timed():
+@pytest.mark.parametrize("way", ["one by one", "prompt-lookup", "assisted"])
+def test_transformers_tokens_are_timed(way, directory):
     model = transformers_decode.load(ARCHITECTURES["tiny"], "float32")
-    prefill_s, intervals, tokens = transformers_decode.decode_times(model, [1, 2, 3], 5, static=True)
-    assert prefill_s > 0 and len(intervals) == 4 and min(intervals) > 0 and len(tokens) == 5
+    options, _ = transformers_decode._options(model, str(directory) if way == "assisted" else way)
+    times, counts, tokens = transformers_decode.decode_times(model, [1, 2, 3], 5, **options)
+    assert min(times) > 0 and len(times) == len(counts) and sum(counts) == len(tokens) == 5
 
 
 def test_transformers_needs_torch(fails, monkeypatch):

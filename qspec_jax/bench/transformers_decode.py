@@ -1,8 +1,11 @@
 """transformers' `generate` beside our decoding: the same shape or checkpoint, batch 1, greedy, timed token by token.
 
-Each context runs in a process of its own: two frameworks that each keep the memory of a GPU do not share one, and transformers keeps the
-size of the largest static cache that it has made. That process is this module's `main`: a request on standard input, the figures on
-standard output, both JSON. Needs torch, which the project itself does not.
+It runs in several ways: one by one with a static cache, which on a GPU it compiles; with drafts from the prompt (prompt lookup) or from a
+second checkpoint (assisted generation), which its static cache does not take; and one by one with its quantized cache.
+
+Each run is a process of its own: two frameworks that each keep the memory of a GPU do not share one, and transformers keeps the size of the
+largest static cache that it has made. That process is this module's `main`: a request on standard input, the figures on standard output,
+both JSON. Needs torch, which the project itself does not.
 """
 
 import importlib.util
@@ -22,6 +25,8 @@ from qspec_jax.errors import InputError, named
 
 NAME = "transformers"
 NEW_TOKENS, REPEATS = 128, 3
+ONE_BY_ONE, PROMPT_LOOKUP, QUANTIZED = "one by one", "prompt-lookup", "quantized cache"
+LOOKUP_TOKENS = 10  # drafts a round of prompt lookup, as transformers' documentation has it
 
 
 def check() -> None:
@@ -30,22 +35,41 @@ def check() -> None:
         raise InputError("--transformers needs torch: pip install torch")
 
 
-def measure(source: dict[str, Any] | Path, context: int, *, dtype: str, seed: int = 0) -> DecodeRow:
-    """Measures generate at one context, with a static cache and, on a GPU, compiled; where it fails, the row says so.
+def ways(drafts: Sequence[str], *, quantized_cache: bool) -> list[str]:
+    """The ways in which generate is measured: one by one, with each of the drafts, and with its quantized cache.
 
-    source: the settings of a config.json, for random weights, or a checkpoint directory. The figures are medians over REPEATS runs of
-    NEW_TOKENS tokens each: of prefill, and of the time between two tokens.
+    drafts: "prompt-lookup", or checkpoint directories. Raises InputError for anything else.
     """
+    for draft in drafts:
+        if draft != PROMPT_LOOKUP and not Path(draft).is_dir():
+            raise InputError(f"--transformers-draft {draft}: should be {PROMPT_LOOKUP}, or the directory of a checkpoint, which assists")
+    return [ONE_BY_ONE, *drafts, *([QUANTIZED] if quantized_cache else [])]
+
+
+def measure(source: dict[str, Any] | Path, context: int, *, dtype: str, way: str = ONE_BY_ONE, seed: int = 0) -> DecodeRow:
+    """Measures generate at one context; where it fails, the row says so.
+
+    Args:
+        source: the settings of a config.json, for random weights, or a checkpoint directory.
+        context: tokens of the prompt.
+        dtype: of the weights.
+        way: see `ways`.
+        seed: of prompt and weights.
+
+    Returns:
+        Medians over REPEATS runs of NEW_TOKENS tokens each: of prefill, and of the time between two tokens.
+    """
+    name = NAME if way == ONE_BY_ONE else f"{NAME}, {way if way in (PROMPT_LOOKUP, QUANTIZED) else 'assisted by ' + Path(way).name}"
     shape = {"config": source} if isinstance(source, dict) else {"directory": str(source.resolve())}
-    request = json.dumps(shape | {"context": context, "dtype": dtype, "seed": seed})
+    request = json.dumps(shape | {"context": context, "dtype": dtype, "way": way, "seed": seed})
     # jax, which comes along with the imports, is to leave the GPU alone.
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-m", __name__], input=request, capture_output=True, text=True, env=environment, check=False)
     if done.returncode < 0:
-        return DecodeRow(NAME, context, 0, "failed", f"killed by signal {-done.returncode}")
+        return DecodeRow(name, context, 0, "failed", f"killed by signal {-done.returncode}")
     if done.returncode:
-        return DecodeRow(NAME, context, 0, "failed", (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
-    return DecodeRow(NAME, context, 0, **json.loads(done.stdout))
+        return DecodeRow(name, context, 0, "failed", (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+    return DecodeRow(name, context, 0, **json.loads(done.stdout))
 
 
 def main() -> None:
@@ -54,7 +78,8 @@ def main() -> None:
     output, sys.stdout = sys.stdout, sys.stderr
     request = json.load(sys.stdin)
     try:
-        found = _figures(load(request.get("config") or request["directory"], request["dtype"]), request["context"], request["seed"])
+        model = load(request.get("config") or request["directory"], request["dtype"])
+        found = _figures(model, request["way"], request["context"], request["seed"])
     except Exception as error:
         found = {"status": "failed", "note": named(error)}
     json.dump(found, output)
@@ -73,46 +98,65 @@ def load(source: dict[str, Any] | str, dtype: str, device: str | None = None):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **source), dtype=dtype).eval()
 
 
-def _figures(model, context: int, seed: int) -> dict:
+def _figures(model, way: str, context: int, seed: int) -> dict:
     import torch
 
     torch.manual_seed(seed)
-    prompt = torch.randint(model.config.vocab_size, (context,)).tolist()
+    prompt, (options, how) = torch.randint(model.config.vocab_size, (context,)).tolist(), _options(model, way)
     began = time.perf_counter()
-    decode_times(model, prompt, NEW_TOKENS, static=True)  # to warm up, and to compile
+    decode_times(model, prompt, NEW_TOKENS, **options)  # to warm up, and to compile
     warm_s = time.perf_counter() - began
-    runs = [decode_times(model, prompt, NEW_TOKENS, static=True) for _ in range(REPEATS)]
-    prefill_s = statistics.median(prefill_s for prefill_s, *_ in runs)
-    # Not the sum: a run may begin with recording graphs again.
-    token_s = statistics.median(interval for _, intervals, _ in runs for interval in intervals)
-    cuda = model.device.type == "cuda"
+    runs = [decode_times(model, prompt, NEW_TOKENS, **options) for _ in range(REPEATS)]
+    prefill_s = statistics.median(times[0] for times, *_ in runs)
+    rounds = statistics.median(len(times) - 1 for times, *_ in runs)
+    if way in (ONE_BY_ONE, QUANTIZED):
+        # Not the sum: a run may begin with recording graphs again.
+        token_s = statistics.median(interval for times, *_ in runs for interval in times[1:])
+    else:  # some rounds give several tokens
+        token_s = statistics.median(sum(times[1:]) / sum(counts[1:]) for times, counts, _ in runs)
     return {
         "status": "measured",
-        "note": f"static cache{', compiled' if cuda else ''}, {NEW_TOKENS} tokens, medians of {REPEATS} runs",
+        "note": f"{how}, {NEW_TOKENS} tokens, medians of {REPEATS} runs",
         "prefill_s": prefill_s,
         "compile_s": warm_s - prefill_s - token_s * (NEW_TOKENS - 1),
         "decode_s": token_s * (NEW_TOKENS - 1),
         "new_tokens": NEW_TOKENS - 1,
-        "rounds": NEW_TOKENS - 1,
+        "rounds": int(rounds),
         "tokens_per_second": 1 / token_s,
         "ms_per_token": 1e3 * token_s,
-        "peak_memory_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if model.device.type == "cuda" else None,
     }
 
 
-def decode_times(model, prompt: Sequence[int], new_tokens: int, *, static: bool) -> tuple[float, list[float], list[int]]:
-    """Seconds until the first new token, seconds from each token to the next, and the tokens."""
+def _options(model, way: str) -> tuple[dict[str, Any], str]:
+    """The options of generate for a way, and a note on what it then does."""
+    if way == ONE_BY_ONE:
+        return {"cache_implementation": "static"}, f"static cache{', compiled' if model.device.type == 'cuda' else ''}"
+    if way == QUANTIZED:
+        return {"cache_implementation": "quantized"}, "4-bit cache"
+    if way == PROMPT_LOOKUP:
+        return {"prompt_lookup_num_tokens": LOOKUP_TOKENS}, f"up to {LOOKUP_TOKENS} drafts a round, dynamic cache"
+    return {"assistant_model": load(way, str(model.dtype).removeprefix("torch."))}, "dynamic cache"
+
+
+def decode_times(model, prompt: Sequence[int], new_tokens: int, **options: Any) -> tuple[list[float], list[int], list[int]]:
+    """Generates, and times it. options: others of `generate`.
+
+    Returns:
+        For the first new tokens and each time that further ones come the seconds since the time before, and how many come; and the tokens.
+    """
     import torch
     from transformers.generation.streamers import BaseStreamer
 
     class Clock(BaseStreamer):
-        """Called with the prompt, and with each token once it is on the host."""
+        """Called with the prompt, and with tokens once they are on the host."""
 
         def __init__(self):
-            self.times = []
+            self.times, self.counts = [], []
 
         def put(self, value):
             self.times.append(time.perf_counter())
+            self.counts.append(value.numel())
 
         def end(self):
             pass
@@ -120,9 +164,8 @@ def decode_times(model, prompt: Sequence[int], new_tokens: int, *, static: bool)
     clock, ids = Clock(), torch.tensor([prompt], device=model.device)
     settings = dict(do_sample=False, eos_token_id=None, max_new_tokens=new_tokens, streamer=clock)
     with torch.inference_mode():
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings, **({"cache_implementation": "static"} if static else {}))
-    prefill_s, *intervals = (after - before for before, after in itertools.pairwise(clock.times))
-    return prefill_s, intervals, out[0, len(prompt) :].tolist()
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings, **options)
+    return [after - before for before, after in itertools.pairwise(clock.times)], clock.counts[1:], out[0, len(prompt) :].tolist()
 
 
 if __name__ == "__main__":

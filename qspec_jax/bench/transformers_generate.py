@@ -31,8 +31,8 @@ def ours(directory: str, dtype: str, prompt: list[int], new_tokens: int, repeats
 def theirs(directory: str, dtype: str, prompt: list[int], new_tokens: int, repeats: int) -> tuple[list[float], list[int]]:
     """Decodes with transformers: tokens per second of each run, and the tokens."""
     model = transformers_decode.load(directory, dtype, "cpu")
-    runs = [transformers_decode.decode_times(model, prompt, new_tokens, static=False) for _ in range(repeats + 1)][1:]
-    return [len(intervals) / sum(intervals) for _, intervals, _ in runs], runs[-1][2]
+    runs = [transformers_decode.decode_times(model, prompt, new_tokens) for _ in range(repeats + 1)][1:]
+    return [len(times[1:]) / sum(times[1:]) for times, *_ in runs], runs[-1][2]
 
 
 def main() -> None:

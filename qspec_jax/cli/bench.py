@@ -1,6 +1,7 @@
 """The commands of `qspec bench`: whole decodes, batches and drafts here, and those of other modules."""
 
 import dataclasses
+import itertools
 import logging
 from pathlib import Path
 from typing import Annotated
@@ -115,6 +116,13 @@ def bench_decode(
     transformers: Annotated[
         bool, typer.Option("--transformers", help="Measure transformers' generate too, in a process of its own; needs torch.")
     ] = False,
+    transformers_draft: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DRAFT", help="Measure it with this draft too: prompt-lookup, or the checkpoint that assists (repeatable)."),
+    ] = None,
+    transformers_quantized: Annotated[
+        bool, typer.Option("--transformers-quantized", help="Measure it with its quantized cache too, which needs optimum-quanto.")
+    ] = False,
     devices: DevicesOfModel = None,
     weights: WeightsOption = None,
     seed: Seed = 0,
@@ -129,6 +137,8 @@ def bench_decode(
     """Whole decodes and their steps, by each method. Times are compared with the bytes that each step must read."""
     if (arch is None) == (model is None):
         raise InputError("give one of --arch and --model")
+    ways = transformers_decode.ways(transformers_draft or [], quantized_cache=transformers_quantized)
+    transformers |= len(ways) > 1
     if layers is not None and (arch is None or transformers):
         raise InputError("--layers needs --arch, and leaves --transformers out")
     if simulate_inner_acceptance is not None and not (simulate_acceptance or simulate_ratio):
@@ -162,8 +172,9 @@ def bench_decode(
         beside = []
         if transformers:  # before jax takes the GPU's memory
             dtype, source = loading.default_dtype(shape, arch or model), ARCHITECTURES[arch] if arch else hub.local(model)
-            each = progress_bar(contexts, progress=False if as_json else None, desc="transformers", unit="context")
-            beside = [transformers_decode.measure(source, context, dtype=dtype, seed=seed) for context in each]
+            runs = list(itertools.product(contexts, ways))
+            each = progress_bar(runs, progress=False if as_json else None, desc="transformers", unit="run")
+            beside = [transformers_decode.measure(source, context, dtype=dtype, way=way, seed=seed) for context, way in each]
         name, place = arch or model, place_of(devices, distributed=False)
         if arch is not None or random_weights:
             network = random_model(shape, seed=seed, mesh=place)
