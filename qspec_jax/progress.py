@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from tqdm import TqdmWarning
-from tqdm.contrib.logging import logging_redirect_tqdm
 from tqdm.std import tqdm as terminal_bar
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", TqdmWarning)  # of a notebook without ipywidgets, where bars are of text
     from tqdm.auto import tqdm
+    from tqdm.contrib.logging import logging_redirect_tqdm  # which imports tqdm.auto
 
 TERMINAL_SECONDS, FILE_SECONDS = 1.0, 60.0  # between two statements
 Item = TypeVar("Item")
