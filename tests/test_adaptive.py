@@ -12,7 +12,7 @@ from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.sampling import Greedy, prompt_keys
 from qspec_jax.drafts import quantspec
-from qspec_jax.evaluate import acceptance
+from qspec_jax.evaluate.walk import WALK
 from qspec_jax.training import corpus
 
 pytestmark = [pytest.mark.optimized, pytest.mark.system]
@@ -38,7 +38,7 @@ def test_near_the_best_fixed_number_of_drafts():
     engine = Engine(model, quantspec(model), cache=policies[0].cache_config, **sizes)
     state = engine.prefill([row[:PROMPT] for row in rows], Greedy(), prompt_keys(jax.random.key(0), len(rows)), limits)
     state = dataclasses.replace(state, pending=real[:, 0])
-    walk = engine.call(acceptance.WALK, state, Greedy(), limits, real)
+    walk = engine.call(WALK, state, Greedy(), limits, real)
     counts = jax.device_get(walk.compile()[0](*walk.args)[0].counts)
     rounds, drafted = (x.reshape(TEXTS, len(policies)).sum(0) for x in (counts.rounds, counts.drafted))
     for i, cost in enumerate(COSTS):

@@ -10,6 +10,7 @@ import pytest
 from checkpoints import hf_config, write_checkpoint
 from rich.console import Console
 from runs import random_model, random_prompts
+from test_trace import data_of
 
 from qspec_jax import demo, plots
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
@@ -219,6 +220,29 @@ def test_measurements_compiled_together_are_as_alone(monkeypatch):
         for draft, heat in ((few, 0.0), (few, 1.0), (many, 0.0))
     ]
     assert list(acceptance.teacher_forced_in_turn(runs)) == [acceptance.teacher_forced(*run) for run in runs]
+
+
+def test_traced_measurements_are_those_without_a_trace(run, fails, directory, file, tmp_path):
+    """One entry of the page for each measurement, whose sums are those of the report; along a text its own tokens follow each round."""
+    base = ["eval", "acceptance", "--model", directory, "--file", file, *SIZES, "--temperature", 0, "--gamma", 3, "--json"]
+    rows = json.loads(run(*base)[1])["results"]
+    code, out, _ = run(*base, "--trace", tmp_path / "trace.html")
+    assert code == 0 and json.loads(out)["results"] == rows
+    text = load_tokenizer(directory)(file.read_text())["input_ids"]
+    traces = data_of((tmp_path / "trace.html").read_text())
+    assert len(traces) == len(rows) == 2 and len({trace["settings"]["name"] for trace in traces}) == 2
+    for row, trace in zip(rows, traces):
+        (one,) = trace["rows"]
+        sums = {name: sum(each[name] for each in one["rounds"]) for name in ("drafted", "accepted")}
+        assert sums == {name: row[name] for name in sums} and len(one["rounds"]) == row["rounds"]
+        forced = row["mode"] == "teacher-forced"
+        assert trace["forced"] == forced and trace["phases"] == (["round"] if forced else ["draft", "verify", "commit"])
+        assert trace["greedy"] == (row["temperature"] == 0) and len(one["token_ids"]) == row["new_tokens"]
+        if forced:
+            assert one["token_ids"] in (text[i : i + 60] for i in range(len(text)))
+            rejected = sum(each["judged_accepted"] < len(each["drafts"]) for each in one["rounds"])
+            assert row["conditional_rate"] == pytest.approx(row["accepted"] / (row["accepted"] + rejected))
+    fails([*base, "--output", tmp_path / "same", "--trace", tmp_path / "same"], "file of its own")
 
 
 def test_errors_are_over_texts():

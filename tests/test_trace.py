@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from runs import random_model, random_prompts
 
-from qspec_jax import GenerationConfig, generate
+from qspec_jax import GenerationConfig, InputError, generate
 from qspec_jax.bench.simulated import SimulatedGreedy
+from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.decoding.tracing import pieces_of
 from qspec_jax.drafts import make_draft
 from qspec_jax.traces.page import page_of
@@ -160,6 +161,13 @@ def test_a_strategy_that_does_not_say_its_distributions(small):
     assert out.trace.settings["strategy"] == "SimulatedGreedy"
     drafts = [draft for each in out.trace.rows[0].rounds for draft in each.drafts]
     assert drafts and all((draft.p, draft.q, draft.chance, draft.likely) == (None, None, None, []) for draft in drafts)
+
+
+def test_a_model_that_is_divided_over_devices_is_refused(directory):
+    """The same for a mesh of one device, which tests have."""
+    divided = load_model(directory, mesh=jax.make_mesh((1,), ("model",)))
+    with pytest.raises(InputError, match="a trace is of a model on one device"):
+        generate(divided, [1, 2], trace=True)
 
 
 def test_pieces_are_the_text(tokenizer):

@@ -1,5 +1,6 @@
 """The commands `qspec eval ...`."""
 
+import contextlib
 import enum
 import json
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from qspec_jax.cli.options import (
     Plot,
     Seed,
     SensitiveLayers,
+    TraceFile,
     WeightsOption,
     check_group_size,
     check_proposes,
@@ -39,9 +41,11 @@ from qspec_jax.evaluate import tasks as text_tasks
 from qspec_jax.evaluate.cache_views import cache_view
 from qspec_jax.evaluate.texts import token_stream
 from qspec_jax.files import read_text
-from qspec_jax.kept_rows import KeptRows
+from qspec_jax.kept_rows import NOT_KEPT, KeptRows
 from qspec_jax.models.llama import Llama
 from qspec_jax.progress import working
+from qspec_jax.traces.file import page_to
+from qspec_jax.traces.trace import Trace
 from qspec_jax.training import corpus
 
 evaluations = typer.Typer(no_args_is_help=True, help="Measurements of a model.")
@@ -151,6 +155,7 @@ def acceptance_command(
     weights: WeightsOption = None,
     output: Output = None,
     plot: Plot = None,
+    trace: TraceFile = None,
     as_json: Json = False,
 ):
     """Share of drafts that the target accepts. It is measured teacher-forced and free-running, by gamma or by what each draft reads."""
@@ -181,9 +186,16 @@ def acceptance_command(
         else:
             tokens = _token_ids(tokenizer, contents)
             walks = [acceptance_report.along_texts(tokens, size, walked, texts) for size in contexts]
-        return acceptance_report.run(_name(model), network, tokenizer, walks, asked, kept=kept, progress=False if as_json else None)
+        # Rows of an earlier run would be without their traces.
+        places = dict(kept=kept if trace is None else NOT_KEPT, progress=False if as_json else None)
+        on_trace = None if trace is None else traces.append
+        return acceptance_report.run(_name(model), network, tokenizer, walks, asked, **places, on_trace=on_trace)
 
-    measure_and_show(command, measure, output, as_json=as_json, plot=plot)
+    traces: list[Trace] = []
+    with contextlib.nullcontext() if trace is None else page_to(trace, output) as write_trace:
+        measure_and_show(command, measure, output, as_json=as_json, plot=plot)
+        if trace is not None:
+            write_trace(traces)
 
 
 def _drafts(texts: Sequence[str], budgets: Sequence[float], sensitive_layers: int) -> dict[str, DraftSettings]:

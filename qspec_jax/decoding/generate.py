@@ -181,14 +181,20 @@ def generate(
             draws without a key, a draft that was made for another model, and a trace of a model that is divided over devices.
     """
     _check_sampler(sampler, key, prompts)
-    if trace and mesh_of(model) is not None:
-        raise InputError("a trace is of a model on one device, and this model is divided over several; leave trace out, or the devices")
+    if trace:
+        check_traceable(model)
     rounds = rounds_per_update if on_tokens else state.UNLIMITED
     run = Run(_prepared(model, prompts, config, key, tokenizer), sampler, rounds, traced=trace)
     for update in run.updates():
         if on_tokens:
             on_tokens([new for new, _ in update])
     return run.generation()
+
+
+def check_traceable(model: Llama) -> None:
+    """Raises InputError for a model whose rounds cannot be traced: one that is divided over devices."""
+    if mesh_of(model) is not None:
+        raise InputError("a trace is of a model on one device, and this model is divided over several; leave trace out, or the devices")
 
 
 def _prepared(model: Llama, prompts: Any, config: GenerationConfig | None, key: Key[Array, ""] | None, tokenizer: Any) -> Prepared:

@@ -2,39 +2,36 @@
 
 import dataclasses
 import itertools
-import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Int, Key
 
-from qspec_jax.caches.hierarchical import HierarchicalCache
 from qspec_jax.caches.registry import CacheChoice
-from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import GenerationConfig, beside_draft
 from qspec_jax.decoding.engine import Engine
-from qspec_jax.decoding.generate import generate
+from qspec_jax.decoding.generate import check_traceable, generate
 from qspec_jax.decoding.limits import Limits, make_limits
 from qspec_jax.decoding.prefill import Executables
 from qspec_jax.decoding.requests import check_draft_room, checked_prompts
-from qspec_jax.decoding.round import current_round, feed, propose, seen_by_accepted
 from qspec_jax.decoding.sampling import Sampler, make_sampler, prompt_keys
-from qspec_jax.decoding.state import DecodeState
-from qspec_jax.drafts.draft import Draft, RoundResult
+from qspec_jax.decoding.traced_rounds import Records
+from qspec_jax.decoding.tracing import trace_of
+from qspec_jax.drafts.draft import Draft
 from qspec_jax.errors import InputError
-from qspec_jax.evaluate.coverage import WatchedCache
+from qspec_jax.evaluate.walk import PHASES, WALK, traced_walk
 from qspec_jax.models.llama import Llama
-from qspec_jax.models.viewed import Step
 from qspec_jax.progress import working
 from qspec_jax.reports import formatted
+from qspec_jax.traces.trace import Trace
 
 NGRAM = 8
 COMPILED_TOGETHER = 4  # measurements whose programs are made side by side
+OnTrace = Callable[[Trace], None]
 MODES = TEACHER_FORCED, FREE_RUNNING = "teacher-forced", "free-running"
 
 
@@ -73,12 +70,21 @@ def free_running(
     config: GenerationConfig,
     key: Key[Array, ""],
     tokenizer: Any = None,
+    *,
+    on_trace: OnTrace | None = None,
 ) -> Acceptance:
-    """Acceptance while the model generates after each prompt (EOS ignored); a tokenizer says which ids are padding."""
+    """Acceptance while the model generates after each prompt (EOS ignored).
+
+    Args:
+        tokenizer: says which ids are padding.
+        on_trace: called with the trace of the rounds; None: there is none.
+    """
     check(model, prompts, config)
     config = dataclasses.replace(config, draft=draft, ignore_eos=True)
     with working("decoding"):
-        out = generate(model, prompts, config=config, key=key, tokenizer=tokenizer)
+        out = generate(model, prompts, config=config, key=key, tokenizer=tokenizer, trace=on_trace is not None)
+    if on_trace is not None:
+        on_trace(out.trace)
     stats = out.stats
     return Acceptance(
         stats.draft_acceptance_rate,
@@ -101,6 +107,7 @@ def teacher_forced(
     tokenizer: Any = None,
     *,
     cache: CacheChoice | None = None,
+    on_trace: OnTrace | None = None,
 ) -> Acceptance:
     """Acceptance along real texts, whose last `config.max_new_tokens` tokens are walked.
 
@@ -114,11 +121,14 @@ def teacher_forced(
         key: of the random draws.
         tokenizer: the model's, which says which ids are padding and never drafted; None: any id may be drafted.
         cache: the target's; None: the config's.
+        on_trace: called with the trace of the rounds, which then run one at a time; None: there is none.
 
     Raises:
-        InputError: for a text without a token before those that are walked.
+        InputError: for a text without a token before those that are walked, and for a trace of a model that is divided over devices.
     """
-    return _Forced(model, draft, texts, config, key, tokenizer, cache).measured()
+    if on_trace is not None:
+        check_traceable(model)
+    return _Forced(model, draft, texts, config, key, tokenizer, cache).measured(on_trace)
 
 
 Run = tuple[Any, ...]  # the arguments of `teacher_forced`, without a cache
@@ -153,30 +163,45 @@ def compile_side_by_side(runs: Iterable[Run]) -> None:
 class _Forced:
     """One measurement of `teacher_forced`, whose arguments it has; its programs may be compiled before it is made."""
 
-    def __init__(self, model: Llama, draft: Draft, texts: Sequence[Sequence[int]], config: GenerationConfig, *others: Any):
+    def __init__(
+        self,
+        model: Llama,
+        draft: Draft,
+        texts: Sequence[Sequence[int]],
+        config: GenerationConfig,
+        key: Key[Array, ""],
+        tokenizer: Any = None,
+        cache: CacheChoice | None = None,
+    ):
         config = dataclasses.replace(beside_draft(config), ignore_eos=True)
         new, gamma = config.max_new_tokens, config.num_speculative_tokens
         if min(map(len, texts)) <= new:
             raise InputError(f"a text has {min(map(len, texts))} tokens; each should have more than the {new} to walk")
         prompts = [list(text[:-new]) for text in texts]
         check(model, prompts, config)
-        self.new = new
+        self.new, self.model, self.config, self.prompts = new, model, config, prompts
         self.real = jnp.asarray([list(text[-new:]) + [0] * (gamma + 1) for text in texts], jnp.int32)
-        self.engine, self.sampler, self.limits, self.prefill = _set_up(model, draft, prompts, config, *others)
+        self.engine, self.sampler, self.limits, self.prefill = _set_up(model, draft, prompts, config, key, tokenizer, cache)
+        self.tokenizer = tokenizer
 
     def compile(self) -> tuple[Executables, jax.stages.Compiled]:
         """The programs, made from shapes alone, so that nothing waits for the device."""
         walk = self.engine.call(WALK, self.prefill.shapes(), self.sampler, self.limits, self.real, lazy=True)
         return self.prefill.compile()[0], walk.compile()[0]
 
-    def measured(self) -> Acceptance:
-        prefill, walk = self.compile()
+    def measured(self, on_trace: OnTrace | None = None) -> Acceptance:
+        """The measurement; see `teacher_forced`."""
+        prefill, walk = self.compile() if on_trace is None else (self.prefill.compile()[0], None)
         texts = f"{len(self.real)} texts" if len(self.real) > 1 else "a text"
         with working(f"prefilling {texts}"):
             state = jax.block_until_ready(self.prefill.run(prefill))
         state = dataclasses.replace(state, pending=self.real[:, 0])
         with working(f"walking {texts}"):
-            state, rejected, covered = walk(*self.engine.call(WALK, state, self.sampler, self.limits, self.real).args)
+            if walk is not None:
+                state, rejected, covered = walk(*self.engine.call(WALK, state, self.sampler, self.limits, self.real).args)
+            else:
+                (state, rejected, covered), records = traced_walk(self.engine, self.sampler, self.limits, state, self.real)
+                on_trace(self._trace(records))
             counts, rejected, covered = jax.device_get((state.counts, rejected, covered))
         accepted, drafted, rounds = (int(count.sum()) for count in (counts.accepted, counts.drafted, counts.rounds))
         rate, error = ratio(counts.accepted, counts.accepted + rejected)
@@ -192,6 +217,13 @@ class _Forced:
             error,
             None if covered is None else float(covered.sum() / (counts.accepted + counts.rounds).sum()),
         )
+
+    def _trace(self, records: Records) -> Trace:
+        walked = self.real[:, : self.new].tolist()
+        rows = [(prompt, tokens, None, "the end of the text") for prompt, tokens in zip(self.prompts, walked, strict=True)]
+        config = dataclasses.replace(self.config, draft=self.engine.draft)
+        about = self.model, self.engine.draft, config, self.sampler, self.tokenizer
+        return trace_of(*about, rows, records, PHASES, forced=True)
 
 
 @working("checking the draft")
@@ -248,71 +280,6 @@ def check(model: Llama, prompts: Sequence[Sequence[int]], config: GenerationConf
     if config.adaptive or config.min_draft_confidence:
         raise InputError("acceptance is measured with a fixed number of drafts: leave adaptive and min_draft_confidence out")
     checked_prompts(model, prompts, config)
-
-
-def _walk(
-    target: Step, draft: Draft, sampler: Sampler, state: DecodeState, limits: Limits, real: Int[Array, "B T"]
-) -> tuple[DecodeState, Int[Array, "B"], Float[Array, "B"] | None]:
-    """The state after the text, each row's number of rounds that rejected a draft token, and the sum of `covered` over its tokens.
-
-    The sum is None if the draft does not choose, or the target's cache has no groups to choose from.
-    """
-    width = state.gamma + 1
-    block_at = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, width))
-
-    def walking(carry) -> Array:
-        # Stop when no draft can count any more: the last token of the text only serves verification.
-        return (carry[0].emitted < limits.max_new_tokens).any()
-
-    def step(carry):
-        state, rejected, covered = carry
-        active = state.emitted < limits.max_new_tokens
-        this_round = current_round(sampler, state, limits, active)
-        choice = chosen(state)
-        proposal, draft_state, cache = propose(draft, state.draft, state.cache, this_round)
-
-        def read(cache, tokens):
-            cache = cache.rollback(this_round.lengths)
-            cache = cache if choice is None else WatchedCache(cache, choice)
-            logits, cache, masses = feed(target, tokens, cache, this_round, observe=draft.observes)
-            return (cache, (logits, masses, None)) if choice is None else (cache.cache, (logits, masses, cache.shares))
-
-        # The drafts are read, and then the real tokens: the cache keeps their keys and values, and the draft may observe their queries.
-        # In a loop the pass, which is most of the program, is compiled once.
-        pending = state.pending[:, None]
-        passes = jnp.stack([jnp.concatenate([pending, proposal.tokens], 1), block_at(real, state.emitted - 1)])
-        cache, found = lax.scan(read, cache, passes)
-        (logits, _, _), (_, masses, shares) = (jax.tree.map(operator.itemgetter(i), found) for i in range(2))
-        accepted, own_token = this_round.verify(logits, proposal)
-        moved = jnp.where(active, accepted + 1, 0)
-        if choice is not None:
-            covered += jnp.where(jnp.arange(width) < moved[:, None], shares, 0).sum(1)
-        cache, flushed = cache.commit(this_round.lengths, moved, wait_for=[own_token, *masses])
-        drafted, taken = jnp.where(active, proposal.eligible, 0), moved - active
-        seen = seen_by_accepted(masses, moved)
-        result = RoundResult(block_at(real, state.emitted), moved, drafted, taken, flushed, seen)
-        counts = state.counts.with_round(active, proposal.eligible, accepted, flushed)
-        emitted = state.emitted + moved
-        state = dataclasses.replace(
-            state,
-            cache=cache,
-            draft=draft.commit(draft_state, result, cache),
-            pending=block_at(real, emitted - 1)[:, 0],
-            emitted=emitted,
-            counts=counts,
-            adaptive=None if state.adaptive is None else state.adaptive.updated(proposal.eligible, accepted, active),
-        )
-        return state, rejected + (active & (accepted < proposal.eligible)), covered
-
-    def chosen(state):
-        return draft.read_in_round(state.draft, state.cache) if isinstance(state.cache, HierarchicalCache) else None
-
-    nothing = jnp.zeros_like(state.emitted)
-    covered = None if jax.eval_shape(chosen, state) is None else nothing.astype(jnp.float32)
-    return lax.while_loop(walking, step, (state, nothing, covered))
-
-
-WALK = Compiled(_walk, donate_argnames=("state",))
 
 
 def repeated_ngrams(rows: Sequence[Sequence[int]]) -> float:

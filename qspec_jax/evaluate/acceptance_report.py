@@ -207,6 +207,7 @@ def run(
     *,
     kept: KeptRows = NOT_KEPT,
     progress: bool | None = None,
+    on_trace: acceptance.OnTrace | None = None,
 ) -> AcceptanceReport:
     """Measures every draft with every gamma, temperature and mode along every walk.
 
@@ -216,6 +217,7 @@ def run(
         asked: drafts and settings.
         kept: the rows of an earlier run.
         progress: see `progress_bar`.
+        on_trace: called with the trace of each measurement; None: nothing is traced.
 
     Raises:
         InputError: before anything is measured, if a draft or a setting does not fit the model or the texts.
@@ -241,7 +243,7 @@ def run(
         for walk, configs in configs_of:
             if missing[walk.context] and walk is not first:
                 made.calibrate_for(walk.prompts)
-            found = _measured(model, tokenizer, made.drafts, walk, missing[walk.context], asked)
+            found = _measured(model, tokenizer, made.drafts, walk, missing[walk.context], asked, on_trace)
             for case in _cases(walk, configs, asked):
                 rows.append(kept.measured(case.label, dict[str, Any], functools.partial(next, found), _figures))
                 bar.update()
@@ -305,7 +307,13 @@ def _cases(walk: Walk, configs: Sequence[GenerationConfig], asked: Comparison) -
 
 
 def _measured(
-    model: Llama, tokenizer: Any, drafts: Mapping[str, Draft], walk: Walk, cases: Sequence[_Case], asked: Comparison
+    model: Llama,
+    tokenizer: Any,
+    drafts: Mapping[str, Draft],
+    walk: Walk,
+    cases: Sequence[_Case],
+    asked: Comparison,
+    on_trace: acceptance.OnTrace | None,
 ) -> Iterator[dict[str, Any]]:
     """Yields the row of each case."""
     prompts, key = walk.prompts, key_of(asked.seed)
@@ -314,15 +322,23 @@ def _measured(
         (text, gamma): prepare(model, prompts, config=dataclasses.replace(config, draft=drafts[text]), key=key).draft
         for (text, gamma), config in with_gamma.items()
     }
-    in_turn = acceptance.teacher_forced_in_turn(
+    runs = (
         (model, chosen[case.draft, case.config.num_speculative_tokens], walk.texts, case.config, key, tokenizer)
         for case in cases
         if case.mode == TEACHER_FORCED
     )
-    for text, context, config, mode in cases:
+    traced = on_trace and (lambda trace: on_trace(trace.named(case.label, draft=case.draft)))
+    in_turn = (
+        acceptance.teacher_forced_in_turn(runs) if traced is None else (acceptance.teacher_forced(*run, on_trace=traced) for run in runs)
+    )
+    for case in cases:
+        text, context, config, mode = case
         draft = chosen[text, config.num_speculative_tokens]
         read = draft, config.cache_config, context + 1
-        found = next(in_turn) if mode == TEACHER_FORCED else acceptance.free_running(model, draft, prompts, config, key, tokenizer)
+        if mode == TEACHER_FORCED:
+            found = next(in_turn)
+        else:
+            found = acceptance.free_running(model, draft, prompts, config, key, tokenizer, on_trace=traced)
         settings = {"gamma": config.num_speculative_tokens, "temperature": config.temperature, "mode": mode}
         yield (
             {"draft": text, "context": context, **settings}

@@ -172,7 +172,8 @@ function verdict(round, i) {
 
 function own(round) {
   const { greedy, forced } = trace();
-  if (!forced && round.emitted <= round.judged_accepted) return "not used: the row ended within the accepted drafts";
+  if (round.emitted <= round.judged_accepted) return "not used: the row ended within the accepted drafts";
+  if (forced) return "what the target would have gone on with; the text's own token follows";
   if (!round.drafts.length) return greedy ? "the target's most likely token; there were no drafts" : "drawn from p; there were no drafts";
   if (round.judged_accepted < round.drafts.length) {
     return greedy ? "replaces the rejected draft" : "replaces the rejected draft: drawn from max(p - q, 0), normalized";
@@ -294,7 +295,8 @@ function times() {
       base -= height;
     });
   });
-  const note = "With dispatch, and the wait for the device after each phase: a traced decode runs one program for each phase, and an untraced one runs all rounds in one.";
+  const each = phases.length > 1 ? "phase" : "round";
+  const note = `With dispatch, and the wait for the device after each ${each}: a traced run has a program for each ${each}, and an untraced one runs all rounds in one.`;
   find("times").replaceChildren(
     make("h2", {}, rows.length > 1 ? "Time of the phases, all rows together" : "Time of the phases"),
     stacked(totals, whole),

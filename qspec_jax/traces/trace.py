@@ -151,7 +151,7 @@ class RowTrace:
         token_ids: the new tokens.
         pieces: the text that each of them adds, which together are the row's text; None without a tokenizer. A token that ends within a
             character adds nothing, and the one that completes it all of it.
-        finish_reason: "eos", "stop" or "length"; "text" where the tokens are those of a given text.
+        finish_reason: "eos", "stop" or "length"; "the end of the text" where the tokens are those of a given text.
         rounds: the rounds in their order.
         reads: which groups the drafts read; None for a draft that does not list groups.
     """
@@ -192,6 +192,10 @@ class Trace:
     prefill_s: float | None
     rows: list[RowTrace]
     names: dict[int, str]
+
+    def named(self, name: str, *, draft: str) -> Self:
+        """The trace with a name, by which a page of several lists it, and the text of a draft that was made before."""
+        return dataclasses.replace(self, settings=self.settings | {"name": name, "draft": draft})
 
     def as_object(self) -> dict[str, Any]:
         """As JSON can have it, with probabilities and seconds rounded to `DIGITS` significant digits."""

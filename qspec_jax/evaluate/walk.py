@@ -1,0 +1,141 @@
+"""Rounds along real texts: each drafts and verifies as in generation, and then real tokens replace those that it would have emitted."""
+
+import dataclasses
+import operator
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.formats.kv_cache import HeldKeys
+from pallas_kernels.formats.views import View
+from qspec_jax.caches.hierarchical import HierarchicalCache
+from qspec_jax.decoding.compiled import Compiled
+from qspec_jax.decoding.engine import Engine
+from qspec_jax.decoding.limits import Limits
+from qspec_jax.decoding.round import CurrentRound, Verdict, current_round, feed, propose, seen_by_accepted
+from qspec_jax.decoding.sampling import Sampler
+from qspec_jax.decoding.state import DecodeState
+from qspec_jax.decoding.traced_rounds import Before, Judged, Progress, Records, timed, with_chances
+from qspec_jax.drafts.draft import Draft, Proposal, RoundResult
+from qspec_jax.evaluate.coverage import WatchedCache
+from qspec_jax.models.viewed import Step
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Walked:
+    """A round along a text.
+
+    Attributes:
+        current, proposal, verdict: of the round, as in generation.
+        rejected: the rows in which it rejected a draft.
+        covered: the sum over its accepted tokens of the share of attention on what the draft reads; None if the draft does not choose, or
+            the target's cache has no groups to choose from.
+    """
+
+    current: CurrentRound
+    proposal: Proposal
+    verdict: Verdict
+    rejected: Bool[Array, "B"]
+    covered: Float[Array, "B"] | None
+
+
+def _walk(
+    target: Step, draft: Draft, sampler: Sampler, state: DecodeState, limits: Limits, real: Int[Array, "B T"]
+) -> tuple[DecodeState, Int[Array, "B"], Float[Array, "B"] | None]:
+    """The state after the text, each row's number of rounds that rejected a draft, and the sum of `Walked.covered` over its rounds."""
+
+    def walking(carry) -> Array:
+        # Stop when no draft can count any more: the last token of the text only serves verification.
+        return (carry[0].emitted < limits.max_new_tokens).any()
+
+    def step(carry):
+        state, rejected, covered = carry
+        state, walked = walk_round(target, draft, sampler, state, limits, real)
+        return state, rejected + walked.rejected, None if covered is None else covered + walked.covered
+
+    nothing = jnp.zeros_like(state.emitted)
+    covered = None if jax.eval_shape(lambda: _chosen(draft, state)) is None else nothing.astype(jnp.float32)
+    return lax.while_loop(walking, step, (state, nothing, covered))
+
+
+def walk_round(
+    target: Step, draft: Draft, sampler: Sampler, state: DecodeState, limits: Limits, real: Int[Array, "B T"]
+) -> tuple[DecodeState, Walked]:
+    """The state after one round of the rows whose text has not ended, and the round.
+
+    real: the tokens of each text, and gamma + 1 others.
+    """
+    width = state.gamma + 1
+    block_at = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, width))
+    active = state.emitted < limits.max_new_tokens
+    this_round = current_round(sampler, state, limits, active)
+    choice = _chosen(draft, state)
+    proposal, draft_state, cache = propose(draft, state.draft, state.cache, this_round)
+
+    def read(cache, tokens):
+        cache = cache.rollback(this_round.lengths)
+        cache = cache if choice is None else WatchedCache(cache, choice)
+        logits, cache, masses = feed(target, tokens, cache, this_round, observe=draft.observes)
+        return (cache, (logits, masses, None)) if choice is None else (cache.cache, (logits, masses, cache.shares))
+
+    # The drafts are read, and then the real tokens: the cache keeps their keys and values, and the draft may observe their queries.
+    # In a loop the pass, which is most of the program, is compiled once.
+    pending = state.pending[:, None]
+    passes = jnp.stack([jnp.concatenate([pending, proposal.tokens], 1), block_at(real, state.emitted - 1)])
+    cache, found = lax.scan(read, cache, passes)
+    (logits, _, _), (_, masses, shares) = (jax.tree.map(operator.itemgetter(i), found) for i in range(2))
+    accepted, own_token = this_round.verify(logits, proposal)
+    moved = jnp.where(active, accepted + 1, 0)
+    covered = None if choice is None else jnp.where(jnp.arange(width) < moved[:, None], shares, 0).sum(1)
+    cache, flushed = cache.commit(this_round.lengths, moved, wait_for=[own_token, *masses])
+    drafted, taken = jnp.where(active, proposal.eligible, 0), moved - active
+    seen = seen_by_accepted(masses, moved)
+    result = RoundResult(block_at(real, state.emitted), moved, drafted, taken, flushed, seen)
+    counts = state.counts.with_round(active, proposal.eligible, accepted, flushed)
+    emitted = state.emitted + moved
+    state = dataclasses.replace(
+        state,
+        cache=cache,
+        draft=draft.commit(draft_state, result, cache),
+        pending=block_at(real, emitted - 1)[:, 0],
+        emitted=emitted,
+        counts=counts,
+        adaptive=None if state.adaptive is None else state.adaptive.updated(proposal.eligible, accepted, active),
+    )
+    return state, Walked(this_round, proposal, Verdict(logits, accepted, own_token), active & (accepted < proposal.eligible), covered)
+
+
+def _chosen(draft: Draft, state: DecodeState) -> tuple[View | HeldKeys, ...] | None:
+    return draft.read_in_round(state.draft, state.cache) if isinstance(state.cache, HierarchicalCache) else None
+
+
+def _recorded_round(
+    target: Step, draft: Draft, sampler: Sampler, state: DecodeState, limits: Limits, real: Int[Array, "B T"]
+) -> tuple[DecodeState, Before, Judged, Bool[Array, "B"], Float[Array, "B"] | None]:
+    before = Before.of(draft, state, limits)
+    state, walked = walk_round(target, draft, sampler, state, limits, real)
+    return state, before, Judged.of(walked.current, walked.proposal, walked.verdict), walked.rejected, walked.covered
+
+
+WALK = Compiled(_walk, donate_argnames=("state",))
+RECORDED_ROUND = Compiled(_recorded_round, donate_argnames=("state",))
+PHASES = ("round",)  # of `traced_walk`
+
+
+def traced_walk(
+    engine: Engine, sampler: Sampler, limits: Limits, state: DecodeState, real: Int[Array, "B T"]
+) -> tuple[tuple[DecodeState, Int[Array, "B"], Float[Array, "B"] | None], Records]:
+    """What `WALK` returns, and a record of each round; the rounds run one at a time, and the state given is consumed."""
+    records, sampler = Records(len(real)), with_chances(sampler)
+    rejected, covered, new = jnp.zeros_like(state.emitted), None, Progress.of(state)
+    while (new.emitted < jax.device_get(limits.max_new_tokens)).any():
+        old = new
+        (state, before, judged, rejecting, share), seconds = timed(engine, engine.call(RECORDED_ROUND, state, sampler, limits, real))
+        new = Progress.of(state)
+        records.add((seconds,), *jax.device_get((before, judged)), old, new)
+        rejected += rejecting
+        covered = share if covered is None else covered + share
+    return (state, rejected, covered), records
