@@ -143,7 +143,8 @@ def _is_measured(row: DecodeRow) -> bool:
     return row.status == "measured"
 
 
-def _figures(row: DecodeRow) -> str:
+def described(row: DecodeRow) -> str:
+    """What is said of a row once it is known."""
     return formatted(row.tokens_per_second, ",.1f", " tokens/s") if row.status == "measured" else f"{row.status}: {row.note}"
 
 
@@ -197,7 +198,7 @@ def measure(
             return result
 
         for case in cases:
-            yield kept.measured(label(case, batch_size), DecodeRow, functools.partial(row, case), _figures, _is_measured)
+            yield kept.measured(label(case, batch_size), DecodeRow, functools.partial(row, case), described, _is_measured)
 
 
 def _verifies(draft: Draft | None) -> bool:

@@ -45,7 +45,7 @@ from qspec_jax.errors import InputError
 from qspec_jax.evaluate.texts import token_stream
 from qspec_jax.files import read_text
 from qspec_jax.kept_rows import KeptRows
-from qspec_jax.progress import progress_bar
+from qspec_jax.progress import progress_bar, tell_row, working
 from qspec_jax.quantization.weights import quantize_head
 from qspec_jax.training import corpus
 
@@ -173,8 +173,10 @@ def bench_decode(
         if transformers:  # before jax takes the GPU's memory
             dtype, source = loading.default_dtype(shape, arch or model), ARCHITECTURES[arch] if arch else hub.local(model)
             runs = list(itertools.product(contexts, ways))
-            each = progress_bar(runs, progress=False if as_json else None, desc="transformers", unit="run")
-            beside = [transformers_decode.measure(source, context, dtype=dtype, way=way, seed=seed) for context, way in each]
+            for context, way in progress_bar(runs, progress=False if as_json else None, unit="run"):
+                with working(f"transformers, {context:,} tokens, {way}"):
+                    beside.append(transformers_decode.measure(source, context, dtype=dtype, way=way, seed=seed))
+                tell_row(f"{context:,} tokens, {beside[-1].method}: {decode.described(beside[-1])}")
         name, place = arch or model, place_of(devices, distributed=False)
         if arch is not None or random_weights:
             network = random_model(shape, seed=seed, mesh=place)
