@@ -63,8 +63,7 @@ class _Program:
     def timed(self) -> Iterator[None]:
         """Adds the time spent in the context to `seconds`."""
         began = time.perf_counter()
-        with working("compiling"):
-            yield
+        yield
         self.seconds += time.perf_counter() - began
 
 
@@ -99,6 +98,7 @@ class Compiled:
         """
         return self.lowered(*args, **static)()
 
+    @working("compiling")
     def lowered(self, *args, **static) -> Callable[[], tuple[jax.stages.Compiled, float]]:
         """Does the part of `compile` that depends on this thread's settings of JAX, such as `jax.enable_x64`, and returns the rest of it,
         which any thread may call."""
@@ -109,6 +109,7 @@ class Compiled:
                     program.lowered = (program.traced or self._trace(program, args, static)).lower()
                 program.traced = None
 
+        @working("compiling")
         def compile_lowered() -> tuple[jax.stages.Compiled, float]:
             with self._kept_unless_it_fails(program), program.lock:
                 if program.executable is not None:
@@ -121,6 +122,7 @@ class Compiled:
 
         return compile_lowered
 
+    @working("compiling")
     def shapes(self, *args, **static) -> Any:
         """Shapes of the function's results. `compile` continues from the trace that this makes."""
         with self._program(args, static) as program:
