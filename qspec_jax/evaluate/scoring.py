@@ -288,7 +288,8 @@ def measure(
 
     with progress_bar(total=len(texts), unit="text", progress=progress) as bar:
         for rows in in_batches:
-            label = f"texts {done + 1} to {done + len(rows)} of {len(texts)}"
+            which = f"texts {done + 1} to {done + len(rows)}" if len(rows) > 1 else f"text {done + 1}"
+            label = f"{which} of {len(texts)}"
             row = kept.measured(
                 label,
                 dict[str, list[list[list[float]]]],
