@@ -24,6 +24,9 @@ from qspec_jax.decoding.compiled import Compiled
 def pytest_configure(config):
     sharing.begin(config)
     gc.set_threshold(50_000, 20, 100)  # JAX traces into so many small objects that looking for cycles among them took a seventh of the time
+    # The lines of Python that each operation came from took a twentieth of the time to trace and to compile.
+    jax.config.update("jax_include_full_tracebacks_in_locations", False)
+    jax.config.update("jax_traceback_in_locations_limit", 0)
     flags = []
     # On a CPU these older emitters of XLA compile in two thirds of the time. A program in one piece takes less again than in pieces for
     # several threads, of which each compiles the same helpers again. Newer XLA has not all these flags, and ends a process over others.

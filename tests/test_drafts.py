@@ -201,6 +201,8 @@ def test_observing_changes_nothing(model):
     assert masses[0].shape[3] == 15 and (np.asarray(masses[0]).sum(-1) < 2).all() and np.asarray(masses[0]).sum(-1).max() > 0.5
 
 
+# Of a draft with a cache of its own: test_compact_drafts.py.
+@pytest.mark.system
 def test_more_of_the_cache_is_more_accepted(float64):
     """A draft of the target's own weights: with the budget alone it differs from the target's reading, with everything in nothing."""
     model = random_model(jnp.float64, num_hidden_layers=1, spread=0.4)

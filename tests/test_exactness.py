@@ -336,6 +336,8 @@ def test_drafting_and_rollback_leave_the_valid_cache_bitwise(model):
     assert touched  # it did draft
 
 
+# With the rows of a batch that stays full: test_batch.py.
+@pytest.mark.system
 def test_a_sampled_rows_tokens_depend_on_that_row_alone(model):
     """Greedy ones are compared in test_greedy_quantspec_is_its_target: alone and in batches they are the target's, made alone."""
     config, prompts = SAMPLED, prompts_of([9, 17, 300])

@@ -61,8 +61,8 @@ DIFFERENT = ["olmo2-widths", "glm4-partial", "hunyuan-alpha", "apertus-xielu", "
 WITH_WINDOWS = [name for name in WINDOW_CASES if name != "mistral-window"]  # which has no layer without one
 # With drafts; others are among the longer tests: activations alone, and windows without an offset of norms.
 DRAFTED = [*(name for name in DIFFERENT if name != "apertus-xielu"), "granite-multipliers", "gemma3-window"]
-# With a draft that observes attention: after norms of either kind, and with windows.
-OBSERVED = ["olmo2-widths", "gemma3-window"]
+# With a draft that observes attention, after norms of queries and keys; with windows: test_sliding.py.
+OBSERVED = ["olmo2-widths"]
 # With a draft that has a cache of its own: what keys, and queries, go through.
 OF_ATTENTION = ["olmo2-widths", "glm4-partial", "hunyuan-alpha", "ministral3-scaled"]
 # Where halves of a layer are left out: norms after them, windows, and experts. Others are among the longer tests.

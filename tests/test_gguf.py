@@ -303,7 +303,8 @@ def test_merges_that_make_no_token(tmp_path, caplog):
 def test_commands(tmp_path, run, caplog):
     """info, doctor, convert with a draft, verify, and generate, of the file, of its folder and of the conversion."""
     metadata = tokenizer_metadata(made_tokenizers.byte_level(None), "gpt2", pre="gpt-2", eos_token_id=0)
-    config = hf_config(vocab_size=len(metadata["tokenizer.ggml.tokens"]), head_dim=64, max_position_embeddings=512)
+    sizes = dict(vocab_size=len(metadata["tokenizer.ggml.tokens"]), head_dim=64, max_position_embeddings=512)
+    config = hf_config(num_hidden_layers=1, **sizes)
     (tmp_path / "gguf").mkdir()
     encode = lambda x: (gguf.quants.quantize(x, Kind.Q4_1), Kind.Q4_1)
     path = write_gguf(tmp_path / "gguf" / "model.gguf", config, random_tensors(config), metadata=metadata, encode=encode)

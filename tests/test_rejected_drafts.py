@@ -126,8 +126,8 @@ def test_retrieval_chooses_by_judged_drafts_alone():
     draft = make_draft("retrieval:budget=44,chunk=2,rebuild=0,least_accepted=0.9,generated=1", model)
     config = GenerationConfig(group_size=16, max_new_tokens=9, num_speculative_tokens=gamma)
     state, *_ = prepared(model, [list(range(60))], config, draft=draft)
-    one = jnp.ones(1, jnp.int32)
+    one, commit = jnp.ones(1, jnp.int32), jax.jit(draft.commit)  # or each operation would be compiled by itself
     for accepted in (0, 4):
         result = lambda drafted, a=accepted: RoundResult(jnp.zeros((1, gamma + 1), int), (a + 1) * one, drafted * one, a * one, 0 * one)
-        states = [draft.commit(state.draft, result(drafted), state.cache) for drafted in (accepted + 1, accepted + 2, gamma)]
+        states = [commit(state.draft, result(drafted), state.cache) for drafted in (accepted + 1, accepted + 2, gamma)]
         assert all(jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), states[0], other)) for other in states[1:])
