@@ -59,7 +59,7 @@ def measure(source: dict[str, Any] | Path, context: int, *, dtype: str, way: str
     Returns:
         Medians over REPEATS runs of NEW_TOKENS tokens each: of prefill, and of the time between two tokens.
     """
-    name = NAME if way == ONE_BY_ONE else f"{NAME}, {way if way in (PROMPT_LOOKUP, QUANTIZED) else 'assisted by ' + Path(way).name}"
+    name = NAME + {ONE_BY_ONE: "", PROMPT_LOOKUP: "+lookup", QUANTIZED: "+quantized"}.get(way, "+assistant")
     shape = {"config": source} if isinstance(source, dict) else {"directory": str(source.resolve())}
     request = json.dumps(shape | {"context": context, "dtype": dtype, "way": way, "seed": seed})
     # jax, which comes along with the imports, is to leave the GPU alone.
@@ -136,7 +136,7 @@ def _options(model, way: str) -> tuple[dict[str, Any], str]:
         return {"cache_implementation": "quantized"}, "4-bit cache"
     if way == PROMPT_LOOKUP:
         return {"prompt_lookup_num_tokens": LOOKUP_TOKENS}, f"up to {LOOKUP_TOKENS} drafts a round, dynamic cache"
-    return {"assistant_model": load(way, str(model.dtype).removeprefix("torch."))}, "dynamic cache"
+    return {"assistant_model": load(way, str(model.dtype).removeprefix("torch."))}, f"assisted by {Path(way).name}, dynamic cache"
 
 
 def decode_times(model, prompt: Sequence[int], new_tokens: int, **options: Any) -> tuple[list[float], list[int], list[int]]:

@@ -144,7 +144,7 @@ def generate_command(
         nonlocal config
         config = compile_ahead(outline, token_ids(outline, tokenizer), config, tokenizer)
 
-    ahead = place is None and state is None and not calibrate
+    ahead = place is None and state is None and trace is None and not calibrate
     with contextlib.ExitStack() as opened:
         write = processes.all_or_none(lambda: opened.enter_context(output_to(written_by_first(output))))
         write_trace = trace and opened.enter_context(page_to(trace, output))

@@ -396,7 +396,8 @@ class Run:
     def compile(self) -> Prefill:
         """The prefill of the prompts, once its programs and that of rounds are compiled, side by side."""
         prefill = self.engine.prefill_of(self.prompts, self.sampler, self.keys, self.limits)
-        self.engine.compile_prefills([prefill], rounds_after=prefill if self.max_new_tokens > 1 else None)
+        has_rounds = self.max_new_tokens > 1 and not self.traced  # which have programs of their own
+        self.engine.compile_prefills([prefill], rounds_after=prefill if has_rounds else None)
         return prefill
 
     def _update(self, state: DecodeState) -> list[tuple[list[int], str]]:
