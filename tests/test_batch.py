@@ -244,9 +244,11 @@ PARTS = {
 @pytest.mark.parametrize(
     ("method", "layers"),
     [
-        ("none", 3),
         ("sparse", 2),
-        *(pytest.param(*case, marks=pytest.mark.system) for case in (("streaming-llm:budget=24,sinks=2", 2), ("quantspec", 3))),
+        *(
+            pytest.param(*case, marks=pytest.mark.system)
+            for case in (("none", 3), ("streaming-llm:budget=24,sinks=2", 2), ("quantspec", 3))
+        ),
     ],
 )
 def test_long_prompts_are_prefilled_in_parts(method, layers, monkeypatch):

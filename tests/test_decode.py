@@ -121,6 +121,8 @@ def test_float32_against_a_baseline_padded_to_as_many_rows(batch, gamma, layers)
     assert 0 < accepted < drafted
 
 
+# With codes of 8 bits, and every draft: test_sampling.py.
+@pytest.mark.system
 def test_sampled_pairs_on_a_coarse_target():
     """Joint distribution of the last two of four tokens, 2,048 times, against every continuation of the one-bit target enumerated."""
     V, rows = 6, 2048

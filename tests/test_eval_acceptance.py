@@ -210,6 +210,8 @@ def test_texts_are_cut_from_joined_files(run, fails, directory, file, monkeypatc
     fails([*base[:4], "--joined", "--needles", "names"], "--joined")
 
 
+# Of the same draft: test_gammas_in_one_run_are_as_alone.
+@pytest.mark.system
 def test_measurements_compiled_together_are_as_alone(monkeypatch):
     """More of them than are compiled together, of several drafts and temperatures."""
     monkeypatch.setattr(acceptance, "COMPILED_TOGETHER", 2)

@@ -59,8 +59,8 @@ FAMILIES = [name for name in FAMILY_CASES if name not in ("granite-biases", "phi
 # with experts.
 DIFFERENT = ["olmo2-widths", "glm4-partial", "hunyuan-alpha", "apertus-xielu", "ministral3-scaled", "qwen3_moe-experts"]
 WITH_WINDOWS = [name for name in WINDOW_CASES if name != "mistral-window"]  # which has no layer without one
-# With drafts; others are among the longer tests: activations alone, and windows without an offset of norms.
-DRAFTED = [*(name for name in DIFFERENT if name != "apertus-xielu"), "granite-multipliers", "gemma3-window"]
+# With drafts; others are among the longer tests: activations alone, one more form of RoPE, and windows without an offset of norms.
+DRAFTED = [*(name for name in DIFFERENT if name not in ("apertus-xielu", "glm4-partial")), "granite-multipliers", "gemma3-window"]
 # With a draft that observes attention, after norms of queries and keys; with windows: test_sliding.py.
 OBSERVED = ["olmo2-widths"]
 # With a draft that has a cache of its own: what keys, and queries, go through.

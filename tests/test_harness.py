@@ -165,10 +165,15 @@ def test_windows_and_generation(first_layer):
     ended._special["b"] = ids[0]
     config = ended._request(0, "x", {"until": ["b\n"]}).config
     assert config.stop_token_ids == (ids,) and line[0] in with_tokenizer(config, ended.model, ended.tokenizer).eos_token_ids
-    upper = of(first_layer, cache="int4", max_gen_toks=8)
-    assert upper.config.draft == "none" and len(upper.generate_until(requests)) == 3
+    assert of(first_layer, cache="int4", max_gen_toks=8).config.draft == "none"
     with pytest.raises(InputError, match="max_gen_toks 64 should be less than max_length, 64"):
         lm.generate_until([asked("x", {"until": [], "max_gen_toks": 64})])
+
+
+@pytest.mark.system
+def test_generation_over_the_upper_plane(first_layer):
+    lm = of(first_layer, cache="int4", max_gen_toks=8)
+    assert len(lm.generate_until([asked("import ", {"until": ["\n\n"]}), asked("for i in", {"until": (":",)})])) == 2
 
 
 @pytest.mark.parametrize(

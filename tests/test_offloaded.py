@@ -311,7 +311,7 @@ def test_batches_on_a_gpu(cache, draft, dtype, monkeypatch):
     ("cache", "draft", "settings"),
     [
         ("int8:host=lower,resident=0.5", "quantspec:weight_bits=16", dict(temperature=0.8)),
-        ("full:host=all", "none", {}),
+        pytest.param("full:host=all", "none", {}, marks=pytest.mark.system),
         pytest.param("specache:residual=16,k=4,host=store", "none", {}, marks=pytest.mark.system),
     ],
 )

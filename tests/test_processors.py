@@ -147,7 +147,9 @@ def test_logprobs_are_the_targets_own(settings, model, draft):
     assert alone.token_ids == out.token_ids and alone.logprobs is None and alone.top_logprobs is None
 
 
-@pytest.mark.parametrize("group_size", [4, pytest.param(16, marks=pytest.mark.system)])
+# In float64: test_logprobs_are_the_targets_own.
+@pytest.mark.system
+@pytest.mark.parametrize("group_size", [4, 16])
 def test_logprobs_in_float32_are_those_of_a_teacher_forced_pass(group_size):
     """That prefills the prompts and decodes through the INT8 cache, in blocks of as many tokens as a round verifies."""
     model = random_model(jnp.float32, num_hidden_layers=1)

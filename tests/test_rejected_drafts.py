@@ -103,7 +103,7 @@ def test_a_draft_that_uses_all_that_it_knows_is_lossless(confidence):
     assert min(p_values(UsesEverything, confidence, batches=15)) > 1e-4
 
 
-@pytest.mark.parametrize("confidence", [0.3, pytest.param(0.6, marks=pytest.mark.system)])
+@pytest.mark.parametrize("confidence", [pytest.param(confidence, marks=pytest.mark.system) for confidence in (0.3, 0.6)])
 def test_how_many_were_drafted_after_a_rejection_would_show(monkeypatch, confidence):
     monkeypatch.setattr(rounds, "RoundResult", with_all_drafted)
     assert min(p_values(UsesEverything, confidence, batches=15)) < 1e-6

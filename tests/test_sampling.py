@@ -100,7 +100,7 @@ def tiny():
         pytest.param("chunk-means:budget=4,chunk=2,rebuild=1,dense_layers=0", marks=pytest.mark.system),
         "retrieval:budget=34,chunk=1,rebuild=0,generated=1",
         pytest.param("a second model", marks=pytest.mark.system),
-        "a window of a second model",
+        pytest.param("a window of a second model", marks=pytest.mark.system),
         pytest.param("triforce with a window of a second model", marks=pytest.mark.system),
     ],
 )

@@ -123,6 +123,7 @@ def test_greedy_tokens_over_other_caches(model, cache):
     assert found.token_ids == [generate(model, [prompt], config=alone).token_ids[0] for prompt in prompts]
 
 
+@mostly_some
 def test_a_batch_whose_rows_share_pages(model, paged):
     prompts, settings = random_prompts([5, 30, 61, 12, 40, 22]), config(model, "quantspec")
     requests = [Request(prompt, settings, jax.random.key(0)) for prompt in prompts]

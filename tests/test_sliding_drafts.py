@@ -94,9 +94,9 @@ def test_with_less_of_the_text_not_all_is_accepted(model, small, expected, draft
 @pytest.mark.parametrize(
     "draft",
     [
-        "chunk-means:budget=8,chunk=4,rebuild=8,dense_layers=0",
+        "snapkv:budget=40",
         *few(
-            "snapkv:budget=40",
+            "chunk-means:budget=8,chunk=4,rebuild=8,dense_layers=0",
             "h2o:budget=0.3,min_groups=1",
             "retrieval:budget=44,chunk=2,rebuild=8",
             "streaming-llm:budget=20,cache=int8",

@@ -321,9 +321,12 @@ def test_samples_of_a_prompt_are_rows_that_read_it_once(model, draft, cache):
     assert [len(tokens) for tokens in again.token_ids] == [20] * 10
 
 
-@pytest.mark.parametrize("draft, cache", [("quantspec", "int8"), pytest.param("snapkv", "full", marks=pytest.mark.system)])
+@pytest.mark.parametrize(
+    "draft, cache", [pytest.param(*case, marks=pytest.mark.system) for case in (("quantspec", "int8"), ("snapkv", "full"))]
+)
 def test_requests_that_share_a_prefix(model, draft, cache):
-    """Neither neighbours nor order, batch size or what shares the prefix change a result; each prefix is read once."""
+    """Neither neighbours nor order, batch size or what shares the prefix change a result; each prefix is read once. With fewer settings, as
+    lines of a file: test_prefixes.py."""
     settings = config(model, draft, cache, temperature=0.8, ignore_eos=True)
     first, second, r = TEXT[:60], TEXT[60:118], np.random.default_rng(5)
     keys, requests = prompt_keys(jax.random.key(1), 6), []
