@@ -3,10 +3,12 @@
 import contextlib
 import functools
 import logging
+import os
 from collections.abc import Iterable, Iterator
 
 MAX_NAMED = 200  # characters of an error in a table
 MAX_REASON = 300  # characters of an error in a message
+MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 class InputError(ValueError):
@@ -69,6 +71,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, HostMemoryError) or (
         any(sign in text for sign in ("RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY")) and "shared memory" not in text.lower()
     )
+
+
+def more_memory() -> str:
+    """The end of a message about a GPU's full memory: JAX takes only a part of it, unless the environment says how much. Else empty."""
+    import jax  # a command that reads its options has not imported it yet
+
+    if jax.default_backend() != "gpu" or os.environ.get(MEMORY_SHARE):
+        return ""
+    return f"; JAX takes 0.75 of a GPU's memory, {MEMORY_SHARE}=0.95 more"
 
 
 @contextlib.contextmanager

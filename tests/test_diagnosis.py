@@ -13,6 +13,7 @@ import jax
 import pytest
 
 from pallas_kernels import dispatch
+from qspec_jax import errors
 from qspec_jax.checkpoints import loading
 from qspec_jax.cli import doctor
 from qspec_jax.compile_cache import VARIABLE
@@ -157,6 +158,16 @@ def test_a_checkpoint_that_is_larger_than_the_device(monkeypatch, directory, fai
         InputError, match=r"its weights take 0\.0 GB in float32, 0\.0 GB more than the 0\.0 GB .* of NVIDIA H100; up to 0\.0 bill"
     ):
         loading.load_model(directory, dtype="float32")
+
+
+def test_a_full_gpu_is_said_to_have_more(monkeypatch):
+    """Unless the environment says how much of it JAX takes; a CPU has all that it has."""
+    monkeypatch.delenv(errors.MEMORY_SHARE, raising=False)
+    assert errors.more_memory() == ""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert errors.more_memory() == "; JAX takes 0.75 of a GPU's memory, XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 more"
+    monkeypatch.setenv(errors.MEMORY_SHARE, "0.9")
+    assert errors.more_memory() == ""
 
 
 def test_a_prompt_that_does_not_fit(monkeypatch, directory, fails, run):

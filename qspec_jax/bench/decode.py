@@ -37,7 +37,7 @@ from qspec_jax.decoding.state import UNLIMITED, Counts, DecodeState
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.registry import NONE, make_draft
 from qspec_jax.drafts.step_bytes import bytes_of, devices_of
-from qspec_jax.errors import InputError, is_out_of_memory, named
+from qspec_jax.errors import InputError, is_out_of_memory, more_memory, named
 from qspec_jax.evaluate.acceptance import repeated_ngrams
 from qspec_jax.kept_rows import NOT_KEPT, KeptRows
 from qspec_jax.models.llama import Llama
@@ -192,9 +192,10 @@ def measure(
                 return without_figures("skipped", f"batch size {fewer} did not fit")
             result = next(results)
             if isinstance(result, Exception):  # one row of many
-                if is_out_of_memory(result):
+                full = is_out_of_memory(result)
+                if full:
                     too_many[case] = batch_size
-                return without_figures("failed", named(result))
+                return without_figures("failed", named(result) + (more_memory() if full else ""))
             return result
 
         for case in cases:

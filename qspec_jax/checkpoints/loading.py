@@ -24,7 +24,7 @@ from qspec_jax.checkpoints.source import WeightSource
 from qspec_jax.checkpoints.tensor_names import weight_shapes
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.checkpoints.weights_text import DEQUANTIZED, PACKED, WeightsChoice
-from qspec_jax.errors import InputError, warn_once
+from qspec_jax.errors import InputError, more_memory, warn_once
 from qspec_jax.files import read_json
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama, Origin, Weight
@@ -218,7 +218,7 @@ def _check_fits(directory: Path, placement: Placement, dtype: jnp.dtype, packed:
         share = "" if mesh is None else " a device"
         raise InputError(
             f"{directory}: its weights take {needed / 1e9:.1f} GB{share} in {dtype.name}, {(needed - room) / 1e9:.1f} GB more than the "
-            f"{room / 1e9:.1f} GB that JAX may take of {own[0].device_kind}; up to {room / 2e9:.1f} billion parameters fit in bfloat16"
+            f"{room / 1e9:.1f} GB that JAX may take of {own[0].device_kind}; up to {room / 2e9:.1f} billion parameters fit in bfloat16{more_memory()}"
         )
 
 

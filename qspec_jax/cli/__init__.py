@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
     import contextlib
     import logging
 
-    from qspec_jax.errors import InputError, is_out_of_memory
+    from qspec_jax.errors import InputError, is_out_of_memory, more_memory
 
     logging.basicConfig(format="qspec: %(message)s", level=logging.WARNING, stream=sys.stderr)
     for module in INFORMING:
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:
         of_jax = type(error).__name__ == "JaxRuntimeError"  # which may not be imported yet
         if of_jax and is_out_of_memory(error):
-            code = _fail("the device's memory is too small for this; `qspec doctor` and `qspec plan` say what fits")
+            code = _fail(f"the device's memory is too small for this; `qspec doctor` and `qspec plan` say what fits{more_memory()}")
         elif of_jax and "CUDA_ERROR" in str(error):
             code = _fail(f"the GPU ended a kernel with an error, and with it this run: {str(error).splitlines()[0]}", 1)
         elif of_jax and (library := next((name for name in ("NCCL", "Gloo") if name.lower() in str(error).lower()), None)):

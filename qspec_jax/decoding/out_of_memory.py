@@ -10,7 +10,7 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import max_drafts
 from qspec_jax.decoding.resolve import resolve_auto_draft
 from qspec_jax.drafts.draft import Draft
-from qspec_jax.errors import InputError, is_out_of_memory
+from qspec_jax.errors import InputError, is_out_of_memory, more_memory
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
@@ -98,6 +98,10 @@ def explained_memory(model: Llama, settings: GenerationConfig, prompt_tokens: in
 
 def does_not_fit(config: LlamaConfig, settings: GenerationConfig, prompt_tokens: int, *, rows: int, devices: int = 1) -> str:
     """The error message: what was asked for, by how much it is too large, and what fits. devices: over how many the model is divided."""
+    return _too_large(config, settings, prompt_tokens, rows, devices) + more_memory()
+
+
+def _too_large(config: LlamaConfig, settings: GenerationConfig, prompt_tokens: int, rows: int, devices: int) -> str:
     device, room = jax.devices()[0].device_kind, memory_bytes()
     if devices > 1:
         device, room = f"{devices} x {device}", room and room * devices
