@@ -218,7 +218,8 @@ def _check_fits(directory: Path, placement: Placement, dtype: jnp.dtype, packed:
         share = "" if mesh is None else " a device"
         raise InputError(
             f"{directory}: its weights take {needed / 1e9:.1f} GB{share} in {dtype.name}, {(needed - room) / 1e9:.1f} GB more than the "
-            f"{room / 1e9:.1f} GB that JAX may take of {own[0].device_kind}; up to {room / 2e9:.1f} billion parameters fit in bfloat16{more_memory()}"
+            f"{room / 1e9:.1f} GB that JAX may take of {own[0].device_kind}; up to {room / 2e9:.1f} billion parameters fit in "
+            f"bfloat16{more_memory()}"
         )
 
 
