@@ -13,6 +13,7 @@ import jax
 import typer
 
 from qspec_jax.checkpoints import hub
+from qspec_jax.checkpoints.loading import outline_model
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.cli import process
 from qspec_jax.cli.options import (
@@ -53,7 +54,6 @@ from qspec_jax.decoding.run_lines import (
     in_words,
     line_of_rows,
     open_journal,
-    outline_of,
     prepare_lines,
     with_made_draft,
 )
@@ -170,7 +170,10 @@ def batch(
     else:
         jax.config.update("jax_platforms", "cpu")  # GPUs are the actors'
         connect(ray)
-        network, tokenizer = outline_of(checkpoints.directory, dtype), load_tokenizer(checkpoints.directory)
+        if dtype == "float64":
+            jax.config.update("jax_enable_x64", True)
+        network = outline_model(checkpoints.directory, dtype=dtype and str(dtype), weights=weights)
+        tokenizer = load_tokenizer(checkpoints.directory)
         # Draft auto is resolved here, since the run's identity holds what it becomes.
         kind = "a GPU of the cluster" if cluster_gpus() else "cpu"
         (config,) = resolve_auto_draft(network, [config], None, batch=rows_at_once or ROWS_OF_AUTO, device_kind=kind)

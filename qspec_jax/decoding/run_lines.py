@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 from tqdm import tqdm
 
-from qspec_jax.checkpoints.loading import as_loaded, config_and_dtype
 from qspec_jax.decoding import processes
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
@@ -25,19 +23,10 @@ from qspec_jax.decoding.results import BatchStats
 from qspec_jax.drafts import make_draft
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
-from qspec_jax.quantization.outline import outline
 
 log = logging.getLogger(__name__)
 
 MAX_REPORTED_LINES = 20  # lines that are wrong; of more only the number is reported
-
-
-def outline_of(directory: Path, dtype: str | None) -> Llama:
-    """The model without its weights, for a process whose actors load them."""
-    shape, stored_as = config_and_dtype(directory)
-    if dtype == "float64":
-        jax.config.update("jax_enable_x64", True)
-    return outline(shape, dtype=as_loaded(dtype or stored_as))
 
 
 def with_made_draft(config: GenerationConfig, network: Llama) -> GenerationConfig:
