@@ -74,7 +74,7 @@ def test_profile(run, fails, directory, tmp_path, caplog):
     code, out, _ = run(*arguments, tmp_path / "profile")
     assert code == 0 and out.strip()
     (trace,) = (tmp_path / "profile").rglob("perfetto_trace.json.gz")
-    assert f"the trace is in {trace}; open it at ui.perfetto.dev" in caplog.messages
+    assert f"the profile is in {trace}; open it at ui.perfetto.dev" in caplog.messages
     names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
     assert {"prefill", "rounds"} <= names
     (tmp_path / "file").write_text("")

@@ -238,15 +238,8 @@ def _ending_run(journal: Journal) -> Iterator[None]:
         print(f"qspec: interrupted{journal.goes_on}", file=sys.stderr)
         journal.close()
 
-    process.endings.append(interrupted)
-    try:
+    with contextlib.closing(journal), process.WhenInterrupted(interrupted):
         yield
-    except KeyboardInterrupt:
-        interrupted()
-        raise
-    finally:
-        process.endings.remove(interrupted)
-        journal.close()
 
 
 def _places(config: GenerationConfig, devices: str, tensor_parallel: int, *, distributed: bool) -> list[Place]:

@@ -89,7 +89,7 @@ def generate_command(
     calibrate: Calibrate = False,
     sensitive_layers: SensitiveLayers = 0,
     profile: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write a trace of the run to this folder, for ui.perfetto.dev and XProf.")
+        Path | None, typer.Option(metavar="DIR", help="Write a profile of the run to this folder, for ui.perfetto.dev and XProf.")
     ] = None,
     trace: TraceFile = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes; one prompt only.")] = False,
@@ -250,7 +250,7 @@ def profiled(folder: Path | None) -> Iterator[None]:
     with jax.profiler.trace(str(folder), create_perfetto_trace=True, profiler_options=options):
         yield
     newest = max(folder.rglob("perfetto_trace.json.gz"), key=lambda path: path.stat().st_mtime)
-    log.warning("the trace is in %s; open it at ui.perfetto.dev", newest)
+    log.warning("the profile is in %s; open it at ui.perfetto.dev", newest)
 
 
 def generate_with_progress(prepared: Prepared, progress: "Progress", *, trace: bool = False) -> Generation:

@@ -5,7 +5,7 @@ import dataclasses
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from qspec_jax.files import is_replaced
 from qspec_jax.kept_rows import KeptRows
 from qspec_jax.progress import shown
 
-SHOWN_ALONE = {"output", "plot", "as_json", "compile_cache", "no_compile_cache"}  # parameters that no row depends on
+NOT_OF_ROWS = {"output", "plot", "as_json", "compile_cache", "no_compile_cache"}  # parameters that no row depends on
 
 
 def measure_and_show(
@@ -34,19 +34,24 @@ def measure_and_show(
         plot: as in `reports.show`.
     """
     options = _options(command) if output is not None and is_replaced(output) else {}
-    with KeptRows.beside(output, command.command_path, options) as kept, _saying_how_it_goes_on(kept):
+    with KeptRows.beside(output, command.command_path, options) as kept:
 
         def report() -> reports.Report:
             with shown(False if as_json else None):
                 return dataclasses.replace(measure(kept), earlier=kept.earlier)
 
-        reports.show(report, output, as_json=as_json, plot=plot)
+        def interrupted() -> None:
+            if kept.goes_on:
+                print(f"qspec: interrupted{kept.goes_on}", file=sys.stderr)
+
+        with process.WhenInterrupted(interrupted):
+            reports.show(report, output, as_json=as_json, plot=plot)
 
 
 def _options(command: typer.Context) -> dict[str, Any]:
     """The options of a command by their names, and the contents of files and checkpoints that they name."""
     names = {parameter.name: parameter.opts[0] for parameter in command.command.params}
-    found = {names[name]: value for name, value in command.params.items() if name not in SHOWN_ALONE}
+    found = {names[name]: value for name, value in command.params.items() if name not in NOT_OF_ROWS}
     contents = {f"content of {name}": content for name, value in found.items() if (content := _content(value))}
     return json.loads(json.dumps(found | contents, default=str))
 
@@ -62,21 +67,3 @@ def _content(value: Any) -> list[str]:
             elif path and path.is_file():
                 found.append(path.read_bytes())
     return [hashlib.sha256(content).hexdigest() for content in found]
-
-
-@contextlib.contextmanager
-def _saying_how_it_goes_on(kept: KeptRows) -> Iterator[None]:
-    """Where the command is interrupted, says in a line how it goes on, if rows are kept."""
-
-    def interrupted() -> None:
-        if kept.goes_on:
-            print(f"qspec: interrupted{kept.goes_on}", file=sys.stderr)
-
-    process.endings.append(interrupted)
-    try:
-        yield
-    except KeyboardInterrupt:
-        interrupted()
-        raise
-    finally:
-        process.endings.remove(interrupted)

@@ -137,6 +137,23 @@ def interrupted() -> int:
     return 128 + (_received[-1][0] if _received else signal.SIGINT)
 
 
+class WhenInterrupted:
+    """Calls a function if a signal ends this block, with KeyboardInterrupt or without."""
+
+    def __init__(self, act):
+        self._act = act
+
+    def __enter__(self):
+        endings.append(self._act)
+
+    def __exit__(self, kind, *_):
+        try:
+            if kind is not None and issubclass(kind, KeyboardInterrupt):
+                self._act()
+        finally:
+            endings.remove(self._act)
+
+
 class CtrlCAtPrompt(KeyboardInterrupt):
     """Ctrl-C while the program waits for a line."""
 
