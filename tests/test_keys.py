@@ -11,7 +11,7 @@ from runs import random_model, random_prompts
 
 from qspec_jax import GenerationConfig, InputError, generate
 from qspec_jax.decoding.batch import run_batch
-from qspec_jax.decoding.keys import as_threefry, key_of
+from qspec_jax.decoding.keys import IMPLEMENTATION, as_threefry, key_of, stacked
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.sampling import DRAFT, draw_keys, make_sampler
 
@@ -101,3 +101,10 @@ def test_the_distribution_is_the_targets(generator, partitionable):
         p = filtered(TABLE, **options)
         counts = counted(TABLE, DRAFTS["another table"], make_sampler(GenerationConfig(**options)), loop=loop_of_its_own())
     assert p_value(counts, p[0][:, None] * p) > 1e-3
+
+
+def test_keys_are_stacked_without_a_program():
+    keys = [jax.random.fold_in(key_of(3), i) for i in range(5)]
+    found = stacked(keys)
+    assert found.shape == (5,) and jax.random.key_impl(found) == IMPLEMENTATION
+    assert [jax.random.uniform(found[i]) for i in range(5)] == [jax.random.uniform(key) for key in keys]

@@ -16,6 +16,7 @@ from qspec_jax.decoding import state
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.continued import Continued
 from qspec_jax.decoding.displayed import generation_html
+from qspec_jax.decoding.keys import stacked
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.prefill import Prefill
 from qspec_jax.decoding.prepare import Prepared, prepare
@@ -334,7 +335,7 @@ class Run:
         self.engine = prepared.engine()
         self.prepared, self.continued = prepared, None
         self._compiling: list[float | None] = []  # seconds of programs that are not this engine's; None: one begins
-        self.keys = jnp.stack([request.key for request in prepared.requests])
+        self.keys = stacked([request.key for request in prepared.requests])
         self.sampler, self.limits = sampler or make_sampler(*configs), make_limits(prepared.model, *configs, tokenizer=tokenizer)
         self.traced = TracedRounds(self.engine, self.sampler, self.limits, len(self.rows)) if traced else None
 

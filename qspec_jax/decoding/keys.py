@@ -5,6 +5,7 @@ batch of draws (`jax.vmap` over keys) comes from the first row's key, so they wo
 """
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,12 @@ WORDS = 2  # words of 32 bits in a threefry key
 def key_of(seed: int) -> Key[Array, ""]:
     """The key of a seed: `jax.random.key(seed)` if JAX's own generator is threefry."""
     return jax.random.key(seed, impl=IMPLEMENTATION)
+
+
+def stacked(keys: Sequence[Key[Array, ""]]) -> Key[Array, "B"]:
+    """Threefry keys as one array. It goes by the host: `jnp.stack` would compile a program for each number of keys, 2,048 for seconds."""
+    words = jax.device_get([jax.random.key_data(key) for key in keys])
+    return jax.random.wrap_key_data(jnp.asarray(np.stack(words)), impl=IMPLEMENTATION)
 
 
 def as_threefry(key: Key[Array, ""]) -> Key[Array, ""]:
