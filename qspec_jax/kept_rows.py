@@ -43,7 +43,7 @@ class KeptRows:
         self._file: PartialFile | None = None
         self._header: dict[str, Any] = {}
         self._found: dict[str, Any] = {}
-        self._whole = self._added = 0
+        self._whole = self._added = 0  # bytes of whole lines in the file; rows that this run has added
         self._begun = False
 
     @classmethod
@@ -121,7 +121,7 @@ class KeptRows:
         label: str,
         kind: type[Row],
         measure: Callable[[], Row],
-        figures: Callable[[Row], str] | None = None,
+        described: Callable[[Row], str] | None = None,
         stays: Callable[[Row], bool] = lambda row: True,
     ) -> Row:
         """A row: what an earlier run had, or what is measured now, which is kept.
@@ -130,7 +130,7 @@ class KeptRows:
             label: of the row; what is measured is stated as this.
             kind: of the row: a dataclass, or what JSON has, such as `dict[str, float]`.
             measure: makes the row.
-            figures: what is said of a row that was measured; None: nothing.
+            described: what is said of a row that was measured; None: nothing.
             stays: whether a row is kept, and not one that failed, for example.
 
         Raises:
@@ -144,8 +144,8 @@ class KeptRows:
                 raise self._file.foreign() from None
         with working(label):
             row = measure()
-        if figures is not None:
-            tell_row(f"{label}: {figures(row)}")
+        if described is not None:
+            tell_row(f"{label}: {described(row)}")
         if self._file is not None and stays(row):
             with writing(self.path):
                 if not self._file.size:

@@ -154,4 +154,4 @@ def _printed(report: Report) -> RenderableType:
     """The table, with a note on rows of an earlier run."""
     if not (earlier := getattr(report, "earlier", None)):
         return report.table()
-    return Group(report.table(), Text(f"Measured by an earlier run of this command, that day: {'; '.join(earlier)}.", "dim"))
+    return Group(report.table(), Text(f"Measured by an earlier run of this command, on the same day: {'; '.join(earlier)}.", "dim"))

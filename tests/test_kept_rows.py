@@ -442,4 +442,4 @@ def test_a_changed_text_or_checkpoint_is_something_else(run, fails, tmp_path, di
     fails([*arguments, "--cache", "int8"], "another --cache and content of file")
     text.write_text("value = 1\n" * 60)
     assert run(*arguments)[0] == 0 and len(call.calls) == 1
-    assert "Measured by an earlier run of this command, that day: text 1 of 1." in (tmp_path / "out").read_text()
+    assert "Measured by an earlier run of this command, on the same day: text 1 of 1." in (tmp_path / "out").read_text()

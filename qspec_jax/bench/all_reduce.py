@@ -70,10 +70,10 @@ def run(
     """Measures arrays of each of these numbers of rows over the devices of a mesh.
 
     Args:
-        mesh: of the devices.
-        rows: of the arrays.
-        width: of the arrays.
-        repeats: timed batches.
+        mesh: the devices.
+        rows: numbers of rows, one for each array.
+        width: columns of the arrays.
+        repeats: the number of timed batches.
         kept: the rows of an earlier run.
         progress: see `progress_bar`.
     """
@@ -89,12 +89,12 @@ def run(
 
     for count, way in progress_bar(cases, progress=progress):
         found.append(
-            kept.measured(f"{count} rows, {way}", AllReduceRow, functools.partial(row, count, way), _figures, lambda row: not row.error)
+            kept.measured(f"{count} rows, {way}", AllReduceRow, functools.partial(row, count, way), _described, lambda row: not row.error)
         )
     return AllReduceReport(**this_run(), devices=mesh.size, rows=found)
 
 
-def _figures(row: AllReduceRow) -> str:
+def _described(row: AllReduceRow) -> str:
     return f"{row.timing.median_us:,.1f} us" if row.timing else row.error
 
 

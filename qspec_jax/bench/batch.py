@@ -211,7 +211,7 @@ def run(
         peak_bytes = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
         return _Decoded(batch.stats, [found[i] for i in sorted(found)], peak_bytes)
 
-    decoded = {way: kept.measured(way, _Decoded, functools.partial(measured, way), _figures) for way in ways}
+    decoded = {way: kept.measured(way, _Decoded, functools.partial(measured, way), _described) for way in ways}
     tokens, rows = decoded[ways[0]].tokens, []
     for way, found in decoded.items():
         same = sum(map(operator.eq, found.tokens, tokens)) / len(tokens)
@@ -250,7 +250,7 @@ class _Decoded:
     peak_bytes: int | None
 
 
-def _figures(found: _Decoded) -> str:
+def _described(found: _Decoded) -> str:
     stats = found.stats
     return f"{stats.rates['tokens_per_second']:,.1f} tokens/s, decoding {stats.decode_s:.1f} s, prefill {stats.prefill_s:.1f} s"
 

@@ -162,8 +162,14 @@ def measure(
     for example, gets a row too.
 
     First the drafts are made, which all stay; then, for one batch size after the other, all programs are compiled, side by side.
-    batch_sizes: ascending; a prompt is read once and its row repeated. Where a case does not fit the memory, it is skipped with more rows.
-    kept: the rows of an earlier run. Raises InputError for an inner rate that no draft uses.
+
+    Args:
+        batch_sizes: ascending; a prompt is read once and its row repeated. Where a case does not fit the memory, it is skipped with more
+            rows.
+        kept: the rows of an earlier run.
+
+    Raises:
+        InputError: for an inner rate that no draft uses.
     """
 
     def make(case: Case) -> Draft | None:

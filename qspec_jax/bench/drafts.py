@@ -106,7 +106,7 @@ class _Decode:
     tokens_per_round: float
 
 
-def _figures(found: _Decode) -> str:
+def _described(found: _Decode) -> str:
     return f"{found.tokens_per_second:,.1f} tokens/s"
 
 
@@ -165,7 +165,7 @@ def run(
         for turn in range(turns + 1):
             for i in [*range(turn % len(ways), len(ways)), *range(turn % len(ways))]:  # each comes after every other one at times
                 if turn:
-                    found = kept.measured(label(turn, i), _Decode, functools.partial(decoded, i), _figures)
+                    found = kept.measured(label(turn, i), _Decode, functools.partial(decoded, i), _described)
                     speeds[i].append(found.tokens_per_second)
                     rounds[i] = found.tokens_per_round
                 elif any(label(later, i) not in kept for later in range(1, turns + 1)):

@@ -158,9 +158,16 @@ def run(
 ) -> EndToEndReport:
     """Measures every method at every context and temperature, those that draft with each gamma. The first is the baseline.
 
-    stream: real text, as token ids. texts: how many of each context, fewer where the stream has no more; they are decoded one after the
-    other and walked as a batch. kept: the rows of an earlier run. progress: see `progress_bar`. Raises InputError where the stream or the
-    model's positions are too few for a context; what fails later gets a row that says so.
+    What fails after the first check gets a row that says so.
+
+    Args:
+        stream: real text, as token ids.
+        texts: how many of each context, fewer where the stream has no more; they are decoded one after the other and walked as a batch.
+        kept: the rows of an earlier run.
+        progress: see `progress_bar`.
+
+    Raises:
+        InputError: where the stream or the model's positions are too few for a context.
     """
     texts_of = {context: cut(stream, context + max_new_tokens, texts) for context in contexts}
 
@@ -198,7 +205,7 @@ def run(
                 missing = [(draft, make_config(temperature, gamma)) for label, (draft, gamma) in labels.items() if label not in kept]
                 found_walks = _walked(model, make, found, missing, key_of(seed))
                 for label in labels:
-                    walks.append(kept.measured(label, TeacherForced, functools.partial(next, found_walks), _figures, _is_measured))
+                    walks.append(kept.measured(label, TeacherForced, functools.partial(next, found_walks), _described, _is_measured))
                     bar.update()
     return EndToEndReport(
         **this_run(),
@@ -215,7 +222,7 @@ def _is_measured(walk: TeacherForced) -> bool:
     return walk.status == "measured"
 
 
-def _figures(walk: TeacherForced) -> str:
+def _described(walk: TeacherForced) -> str:
     if walk.status != "measured":
         return f"{walk.status}: {walk.note}"
     rate = walk.acceptance.acceptance_rate

@@ -95,10 +95,10 @@ def run(
     """Measures caches of these shapes, and the attention over them.
 
     Args:
-        shapes: of a layer.
+        shapes: the shape of a layer of each cache.
         gamma: drafts of a round.
-        layers: of each cache.
-        repeats: timed batches.
+        layers: the number of layers of each cache.
+        repeats: the number of timed batches.
         kept: the rows of an earlier run.
         progress: see `progress_bar`.
     """
@@ -113,12 +113,12 @@ def run(
     rows = []
     for shape in progress_bar(shapes, progress=progress):
         rows.append(
-            kept.measured(f"{shape.name}, {layers} layers", FlushRow, functools.partial(row, shape), _figures, lambda row: not row.error)
+            kept.measured(f"{shape.name}, {layers} layers", FlushRow, functools.partial(row, shape), _described, lambda row: not row.error)
         )
     return FlushReport(**this_run(), rows=rows)
 
 
-def _figures(row: FlushRow) -> str:
+def _described(row: FlushRow) -> str:
     return f"{row.due.median_us:,.1f} us when due, {row.share_of_round:.2%} of a round" if row.due else row.error
 
 

@@ -215,7 +215,7 @@ def run(
         for context in contexts:
             measured = _Measured(model, _Texts(words, context, sizes), config, sizes, key, strategy)
             for task, way, row in measured.tasks():
-                rows.append(kept.measured(f"{context:,} tokens, {task}, {way}", StatesRow, row, _figures))
+                rows.append(kept.measured(f"{context:,} tokens, {task}, {way}", StatesRow, row, _described))
                 bar.update()
     pairs = [(one, other) for one, other in itertools.pairwise(rows) if (one.context, one.task) == (other.context, other.task)]
     return StatesReport(
@@ -232,7 +232,7 @@ def run(
     )
 
 
-def _figures(row: StatesRow) -> str:
+def _described(row: StatesRow) -> str:
     decoded = row.decoded_per_second
     return f"{row.seconds_each:.4f} s each" + ("" if decoded is None else f", decoding {decoded:,.1f} tokens/s")
 

@@ -38,7 +38,12 @@ def check() -> None:
 def ways(drafts: Sequence[str], *, quantized_cache: bool) -> list[str]:
     """The ways in which generate is measured: one by one, with each of the drafts, and with its quantized cache.
 
-    drafts: "prompt-lookup", or checkpoint directories. Raises InputError for anything else.
+    Args:
+        drafts: "prompt-lookup", or checkpoint directories.
+        quantized_cache: whether its quantized cache is measured.
+
+    Raises:
+        InputError: for any other draft.
     """
     for draft in drafts:
         if draft != PROMPT_LOOKUP and not Path(draft).is_dir():

@@ -33,6 +33,7 @@ from qspec_jax.cli.options import (
     number_list,
     with_sensitive_layers,
 )
+from qspec_jax.cli.trace_file import page_to
 from qspec_jax.decoding.config import GAMMA
 from qspec_jax.drafts.registry import AUTO, DRAFTS, USUAL, DraftSettings, has_budget, parse_draft, with_budget
 from qspec_jax.errors import InputError
@@ -44,7 +45,6 @@ from qspec_jax.files import read_text
 from qspec_jax.kept_rows import NOT_KEPT, KeptRows
 from qspec_jax.models.llama import Llama
 from qspec_jax.progress import working
-from qspec_jax.traces.file import page_to
 from qspec_jax.traces.trace import Trace
 from qspec_jax.training import corpus
 

@@ -40,6 +40,7 @@ from qspec_jax.cli.options import (
     with_settings,
     written_by_first,
 )
+from qspec_jax.cli.trace_file import page_to
 from qspec_jax.decoding import processes
 from qspec_jax.decoding.ahead import compile_ahead
 from qspec_jax.decoding.chat import check_template, hint_at_chat, with_chats
@@ -57,7 +58,6 @@ from qspec_jax.errors import InputError, writing
 from qspec_jax.files import STANDARD, name_of, output_to, read_text, read_texts, to_json
 from qspec_jax.models.llama import Llama
 from qspec_jax.states.state import State
-from qspec_jax.traces.file import page_to
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from qspec_jax.drafts.draft import Draft, Proposal
 from qspec_jax.models.viewed import Step
 from qspec_jax.traces.trace import DraftedToken, DraftLimits, Likely, RoundTrace
 
-PHASES = ("draft", "verify", "commit")
+PHASES = ("draft", "verify", "commit")  # of `TracedRounds`
 MAX_LIKELY = 3  # the most likely tokens of a place that are recorded
 
 
@@ -48,8 +48,8 @@ def with_chances(sampler: Sampler) -> Sampler:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Before:
-    """What is known before a round.
+class RoundStart:
+    """What is known of a round before its drafts.
 
     Attributes:
         gamma, adaptive, until_flush, wanted: see `DraftLimits`.
@@ -65,8 +65,8 @@ class Before:
     groups: Int[Array, "B"] | None
 
     @classmethod
-    def of(cls, draft: Draft | None, state: DecodeState, limits: Limits) -> "Before":
-        """What is known before the round that begins at a state."""
+    def of(cls, draft: Draft | None, state: DecodeState, limits: Limits) -> "RoundStart":
+        """The start of the round that begins at a state."""
         adaptive = None if state.adaptive is None else state.adaptive.drafts(limits.draft_cost, state.gamma)
         # A guess is no draft: it is never accepted.
         gamma = jnp.minimum(limits.num_speculative_tokens, 0 if draft is not None and draft.guesses else state.gamma)
@@ -149,20 +149,20 @@ class Judged:
 
 
 @dataclasses.dataclass(frozen=True)
-class Progress:
-    """How far the rows are, on the host: the number of new tokens of each, and its statistics."""
+class Tally:
+    """The number of new tokens of each row, and its statistics, on the host."""
 
     emitted: Int[np.ndarray, "B"]
     counts: Counts
 
     @classmethod
-    def of(cls, state: DecodeState) -> "Progress":
-        """The progress of the rows of a state."""
+    def of(cls, state: DecodeState) -> "Tally":
+        """The tally of a state."""
         return cls(*jax.device_get((state.emitted, state.counts)))
 
 
-def _before(target: Step, draft: Draft | None, sampler: Sampler, state: DecodeState, limits: Limits) -> Before:
-    return Before.of(draft, state, limits)
+def _started(target: Step, draft: Draft | None, sampler: Sampler, state: DecodeState, limits: Limits) -> RoundStart:
+    return RoundStart.of(draft, state, limits)
 
 
 def _proposed(
@@ -212,7 +212,7 @@ def _committed(
     return commit(draft, state, current, proposal, verdict)
 
 
-BEFORE = Compiled(_before)
+ROUND_START = Compiled(_started)
 PROPOSE = Compiled(_proposed, passes=True, donate_argnames=("state",))
 VERIFY = Compiled(_verified, passes=True, donate_argnames=("state",))
 JUDGE = Compiled(_judged)
@@ -223,29 +223,31 @@ class Records:
     """What has been recorded of the rounds of a batch.
 
     Attributes:
+        phases: the names of the parts of a round that are timed.
         seconds: of each round, those of each phase, with dispatch and the wait for the device.
         rounds: the record of each row's rounds.
-        reads: for each row and round which groups it read, see `Before`.
+        reads: for each row and round which groups it read, see `RoundStart`.
     """
 
-    def __init__(self, rows: int):
+    def __init__(self, rows: int, phases: tuple[str, ...]):
+        self.phases = phases
         self.seconds: list[tuple[float, ...]] = []
         self.rounds: list[list[RoundTrace]] = [[] for _ in range(rows)]
         self.reads: list[list[UInt8[np.ndarray, "L C"]]] = [[] for _ in range(rows)]
 
-    def add(self, seconds: tuple[float, ...], before: Before, judged: Judged, old: Progress, new: Progress) -> None:
+    def add(self, seconds: tuple[float, ...], start: RoundStart, judged: Judged, old: Tally, new: Tally) -> None:
         """Adds a round.
 
         Args:
             seconds: of its phases.
-            before, judged: its records, on the host.
-            old, new: before and after it.
+            start, judged: its records, on the host.
+            old, new: the tallies before and after it.
         """
         self.seconds.append(seconds)
         for b in np.flatnonzero(new.counts.rounds > old.counts.rounds):
-            self.rounds[b].append(_round_of(b, before, judged, old, new))
-            if before.reads is not None:
-                self.reads[b].append(before.reads[b, :, : before.groups[b]])
+            self.rounds[b].append(_round_of(b, start, judged, old, new))
+            if start.reads is not None:
+                self.reads[b].append(start.reads[b, :, : start.groups[b]])
 
 
 class TracedRounds:
@@ -259,18 +261,18 @@ class TracedRounds:
 
     def __init__(self, engine: Engine, sampler: Sampler, limits: Limits, rows: int):
         self._engine, self._sampler, self._limits = engine, with_chances(sampler), limits
-        self.records = Records(rows)
+        self.records = Records(rows, PHASES)
 
     def run(self, state: DecodeState) -> DecodeState:
         """The state after one round. The state given is consumed."""
         self._engine.expect(1)
-        old = Progress.of(state)
-        before, _ = self._timed(BEFORE, state)
+        old = Tally.of(state)
+        start, _ = self._timed(ROUND_START, state)
         (state, current, proposal), draft_s = self._timed(PROPOSE, state)
         (state, verdict), verify_s = self._timed(VERIFY, state, current, proposal)
         judged, _ = self._timed(JUDGE, state, current, proposal, verdict)
         state, commit_s = self._timed(COMMIT, state, current, proposal, verdict)
-        self.records.add((draft_s, verify_s, commit_s), *jax.device_get((before, judged)), old, Progress.of(state))
+        self.records.add((draft_s, verify_s, commit_s), *jax.device_get((start, judged)), old, Tally.of(state))
         return state
 
     def _timed(self, program: Compiled, state: DecodeState, *more: Any) -> tuple[Any, float]:
@@ -286,7 +288,7 @@ def timed(engine: Engine, call: Call) -> tuple[Any, float]:
     return found, time.perf_counter() - began
 
 
-def _round_of(b: int, before: Before, judged: Judged, old: Progress, new: Progress) -> RoundTrace:
+def _round_of(b: int, start: RoundStart, judged: Judged, old: Tally, new: Tally) -> RoundTrace:
     """The trace of a round of row b; see `Records.add`."""
     eligible = int(judged.eligible[b])
 
@@ -308,12 +310,12 @@ def _round_of(b: int, before: Before, judged: Judged, old: Progress, new: Progre
         for i in range(eligible)
     ]
     added = {name: int(getattr(new.counts, name)[b] - getattr(old.counts, name)[b]) for name in ("drafted", "accepted", "flushes")}
-    room = int(before.until_flush[b])
+    room = int(start.until_flush[b])
     limits = DraftLimits(
-        int(before.gamma[b]),
-        None if before.adaptive is None else int(before.adaptive[b]),
+        int(start.gamma[b]),
+        None if start.adaptive is None else int(start.adaptive[b]),
         None if room == np.iinfo(np.int32).max else room,
-        int(before.wanted[b]),
+        int(start.wanted[b]),
     )
     return RoundTrace(
         int(old.emitted[b]),

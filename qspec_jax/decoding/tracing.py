@@ -27,7 +27,6 @@ def trace_of(
     tokenizer: Any,
     rows: Sequence[tuple[Sequence[int], Sequence[int], str | None, str]],
     records: Records,
-    phases: tuple[str, ...],
     *,
     prefill_s: float | None = None,
     forced: bool = False,
@@ -42,7 +41,7 @@ def trace_of(
         tokenizer: of the texts; None: there are none.
         rows: of each the tokens of the prompt, the new ones, their text, and what ended it. The text is None for all that they say.
         records: of its rounds.
-        phases, prefill_s, forced: see `Trace`.
+        prefill_s, forced: see `Trace`.
     """
     greedy, run = isinstance(sampler, Greedy), this_run()
     settings: dict[str, Any] = {"draft": NONE if draft is None else _name(draft, config), "temperature": config.temperature}
@@ -64,7 +63,7 @@ def trace_of(
     of_rows = zip(rows, records.rounds, records.reads, strict=True)
     found = [_row_trace(tokenizer, *row, rounds, GroupsRead.of(reads, group_size) if reads else None) for row, rounds, reads in of_rows]
     names = names_of(tokenizer, found)
-    return Trace(settings, about, proposers, greedy, forced, phases, records.seconds, prefill_s, found, names)
+    return Trace(settings, about, proposers, greedy, forced, records.phases, records.seconds, prefill_s, found, names)
 
 
 def _row_trace(
@@ -85,7 +84,10 @@ def _row_trace(
 
 
 def pieces_of(tokenizer: Any, prompt: Sequence[int], token_ids: Sequence[int], text: str | None) -> list[str]:
-    """The text that each token adds, together the text of the row: see `RowTrace.pieces` and `row_trace`."""
+    """The text that each token adds, together the text of the row: see `RowTrace.pieces`.
+
+    text: of the row, up to a stop string; None for all that the tokens say.
+    """
     row = RowText(tokenizer, prompt=prompt)
     pieces = [row.add([token]) for token in token_ids]
     if pieces:

@@ -23,7 +23,7 @@ from qspec_jax.decoding.traced_rounds import Records
 from qspec_jax.decoding.tracing import trace_of
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.errors import InputError
-from qspec_jax.evaluate.walk import PHASES, WALK, traced_walk
+from qspec_jax.evaluate.walk import WALK, traced_walk
 from qspec_jax.models.llama import Llama
 from qspec_jax.progress import working
 from qspec_jax.reports import formatted
@@ -223,7 +223,7 @@ class _Forced:
         rows = [(prompt, tokens, None, "the end of the text") for prompt, tokens in zip(self.prompts, walked, strict=True)]
         config = dataclasses.replace(self.config, draft=self.engine.draft)
         about = self.model, self.engine.draft, config, self.sampler, self.tokenizer
-        return trace_of(*about, rows, records, PHASES, forced=True)
+        return trace_of(*about, rows, records, forced=True)
 
 
 @working("checking the draft")

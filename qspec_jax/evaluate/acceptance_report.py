@@ -245,7 +245,7 @@ def run(
                 made.calibrate_for(walk.prompts)
             found = _measured(model, tokenizer, made.drafts, walk, missing[walk.context], asked, on_trace)
             for case in _cases(walk, configs, asked):
-                rows.append(kept.measured(case.label, dict[str, Any], functools.partial(next, found), _figures))
+                rows.append(kept.measured(case.label, dict[str, Any], functools.partial(next, found), _described))
                 bar.update()
             found.close()  # which frees drafts before others take as much memory
     return AcceptanceReport(**this_run(), **about, texts=len(walks[0].texts), skipped=walks[0].skipped, results=rows)
@@ -298,7 +298,7 @@ class _Case(NamedTuple):
         return f"{self.draft}, {self.context:,} tokens, gamma {gamma}, temperature {temperature:g}, {self.mode}"
 
 
-def _figures(row: dict[str, Any]) -> str:
+def _described(row: dict[str, Any]) -> str:
     return f"accepted / drafted {formatted(row['acceptance_rate'], '.3f')}, {row['mean_acceptance_length']:.2f} tokens a round"
 
 

@@ -126,7 +126,7 @@ def run(
 
     metrics: dict[tuple[str, str, str], Metric] = {}  # a task may be named twice, alone and by its group
     for task in tasks:
-        for metric in kept.measured(task, list[Metric], functools.partial(measured, task), _figures):
+        for metric in kept.measured(task, list[Metric], functools.partial(measured, task), _described):
             metrics[metric.task, metric.filter, metric.metric] = metric
     return HarnessReport(
         **this_run(),
@@ -139,7 +139,7 @@ def run(
     )
 
 
-def _figures(metrics: list[Metric]) -> str:
+def _described(metrics: list[Metric]) -> str:
     return ", ".join(f"{metric.metric} {metric.value:.4f}" for metric in metrics if isinstance(metric.value, float))
 
 

@@ -301,7 +301,7 @@ def run(
 
                 label = f"{method_name(method)}, {length:,} tokens"
                 bar.update(len(asked) if label in kept else 0)
-                of_method += (found := kept.measured(label, list[_Answer], answered, _right))
+                of_method += (found := kept.measured(label, list[_Answer], answered, _described))
                 for i, depth in enumerate(depths):
                     shortest = min(len(prompt.tokens) for prompt in prompts[length, depth])
                     correct = sum(answer.right for answer in found[i * samples : (i + 1) * samples])
@@ -324,7 +324,7 @@ class _Answer:
     token_ids: list[int]
 
 
-def _right(answers: list[_Answer]) -> str:
+def _described(answers: list[_Answer]) -> str:
     return f"{sum(answer.right for answer in answers)} of {len(answers)} right"
 
 

@@ -198,7 +198,7 @@ def run(
     rows = []
     errors = kept.measured("errors of keys and values", list[list[list[float]]], errors_of_all)
     for variant, error in zip(progress_bar(quantizers, progress=progress), errors):
-        rows.append(kept.measured(variant, _Measured, functools.partial(measured, variant, error), _figures))
+        rows.append(kept.measured(variant, _Measured, functools.partial(measured, variant, error), _described))
     return QuantizersReport(**about, gamma=GAMMA, full_perplexity=rows[-1].full_perplexity, results=[found.row for found in rows])
 
 
@@ -210,7 +210,7 @@ class _Measured:
     full_perplexity: float
 
 
-def _figures(found: _Measured) -> str:
+def _described(found: _Measured) -> str:
     row = found.row
     return f"perplexity {row.draft.perplexity:.4f} as a draft, {row.target.perplexity:.4f} as a target, accepted {row.acceptance_rate:.4f}"
 

@@ -17,7 +17,7 @@ from qspec_jax.decoding.limits import Limits
 from qspec_jax.decoding.round import CurrentRound, Verdict, current_round, feed, propose, seen_by_accepted
 from qspec_jax.decoding.sampling import Sampler
 from qspec_jax.decoding.state import DecodeState
-from qspec_jax.decoding.traced_rounds import Before, Judged, Progress, Records, timed, with_chances
+from qspec_jax.decoding.traced_rounds import Judged, Records, RoundStart, Tally, timed, with_chances
 from qspec_jax.drafts.draft import Draft, Proposal, RoundResult
 from qspec_jax.evaluate.coverage import WatchedCache
 from qspec_jax.models.viewed import Step
@@ -66,7 +66,9 @@ def walk_round(
 ) -> tuple[DecodeState, Walked]:
     """The state after one round of the rows whose text has not ended, and the round.
 
-    real: the tokens of each text, and gamma + 1 others.
+    Args:
+        target, draft, sampler, state, limits: as in `decode_round`.
+        real: the tokens of each text, and gamma + 1 others.
     """
     width = state.gamma + 1
     block_at = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, width))
@@ -114,28 +116,27 @@ def _chosen(draft: Draft, state: DecodeState) -> tuple[View | HeldKeys, ...] | N
 
 def _recorded_round(
     target: Step, draft: Draft, sampler: Sampler, state: DecodeState, limits: Limits, real: Int[Array, "B T"]
-) -> tuple[DecodeState, Before, Judged, Bool[Array, "B"], Float[Array, "B"] | None]:
-    before = Before.of(draft, state, limits)
+) -> tuple[DecodeState, RoundStart, Judged, Bool[Array, "B"], Float[Array, "B"] | None]:
+    start = RoundStart.of(draft, state, limits)
     state, walked = walk_round(target, draft, sampler, state, limits, real)
-    return state, before, Judged.of(walked.current, walked.proposal, walked.verdict), walked.rejected, walked.covered
+    return state, start, Judged.of(walked.current, walked.proposal, walked.verdict), walked.rejected, walked.covered
 
 
 WALK = Compiled(_walk, donate_argnames=("state",))
 RECORDED_ROUND = Compiled(_recorded_round, donate_argnames=("state",))
-PHASES = ("round",)  # of `traced_walk`
 
 
 def traced_walk(
     engine: Engine, sampler: Sampler, limits: Limits, state: DecodeState, real: Int[Array, "B T"]
 ) -> tuple[tuple[DecodeState, Int[Array, "B"], Float[Array, "B"] | None], Records]:
     """What `WALK` returns, and a record of each round; the rounds run one at a time, and the state given is consumed."""
-    records, sampler = Records(len(real)), with_chances(sampler)
-    rejected, covered, new = jnp.zeros_like(state.emitted), None, Progress.of(state)
+    records, sampler = Records(len(real), ("round",)), with_chances(sampler)
+    rejected, covered, new = jnp.zeros_like(state.emitted), None, Tally.of(state)
     while (new.emitted < jax.device_get(limits.max_new_tokens)).any():
         old = new
-        (state, before, judged, rejecting, share), seconds = timed(engine, engine.call(RECORDED_ROUND, state, sampler, limits, real))
-        new = Progress.of(state)
-        records.add((seconds,), *jax.device_get((before, judged)), old, new)
+        (state, start, judged, rejecting, share), seconds = timed(engine, engine.call(RECORDED_ROUND, state, sampler, limits, real))
+        new = Tally.of(state)
+        records.add((seconds,), *jax.device_get((start, judged)), old, new)
         rejected += rejecting
         covered = share if covered is None else covered + share
     return (state, rejected, covered), records

@@ -1,4 +1,4 @@
-"""Writing the page of traces to a file, of which it is known before the decode that it can be written."""
+"""The option `--trace`: the page of traces, of which it is known before the decode that it can be written."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
