@@ -11,10 +11,11 @@ if TYPE_CHECKING:  # the same as `_MODULES`, for type checkers
     from qspec_jax.decoding.batch import run_batch
     from qspec_jax.decoding.config import GenerationConfig
     from qspec_jax.decoding.conversation import Conversation
-    from qspec_jax.decoding.generate import Generation, Piece, Stats, Stream, generate, stream
+    from qspec_jax.decoding.generate import Piece, Stream, generate, stream
     from qspec_jax.decoding.prepare import Prepared, prepare
     from qspec_jax.decoding.reading import extend, prefill
     from qspec_jax.decoding.requests import Request
+    from qspec_jax.decoding.results import Generation, Stats
     from qspec_jax.decoding.saving import load_state, save_state
     from qspec_jax.decoding.scoring import Score, score
     from qspec_jax.drafts.registry import make_draft
@@ -32,10 +33,11 @@ _MODULES = {
     "qspec_jax.decoding.conversation": ("Conversation",),
     "qspec_jax.decoding.reading": ("extend", "prefill"),
     "qspec_jax.decoding.requests": ("Request",),
+    "qspec_jax.decoding.results": ("Generation", "Stats"),
     "qspec_jax.decoding.saving": ("load_state", "save_state"),
     "qspec_jax.decoding.scoring": ("Score", "score"),
     "qspec_jax.drafts.registry": ("make_draft",),
-    "qspec_jax.decoding.generate": ("Generation", "Piece", "Stats", "Stream", "generate", "stream"),
+    "qspec_jax.decoding.generate": ("Piece", "Stream", "generate", "stream"),
     "qspec_jax.errors": ("InputError",),
     "qspec_jax.models.config": ("LlamaConfig",),
     "qspec_jax.states.state": ("State",),

@@ -45,13 +45,14 @@ from qspec_jax.decoding import processes
 from qspec_jax.decoding.ahead import compile_ahead
 from qspec_jax.decoding.chat import check_template, hint_at_chat, with_chats
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.generate import Generation, Stream, generate
+from qspec_jax.decoding.generate import Stream, generate
 from qspec_jax.decoding.generate import stream as stream_prompt
 from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.out_of_memory import explained_memory
 from qspec_jax.decoding.prepare import Prepared, prepare
 from qspec_jax.decoding.reading import extend
 from qspec_jax.decoding.requests import checked_prompts
+from qspec_jax.decoding.results import Generation
 from qspec_jax.decoding.saving import load_state
 from qspec_jax.drafts.registry import AUTO, NONE, USUAL
 from qspec_jax.errors import InputError, writing

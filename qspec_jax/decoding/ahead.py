@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.generate import Run
+from qspec_jax.decoding.fixed_batch import Run
 from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.prepare import prepare
 from qspec_jax.drafts.draft import checkpoints_of

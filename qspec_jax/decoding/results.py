@@ -1,15 +1,114 @@
-"""Results and statistics of a batch."""
+"""Results and statistics: of a call of `generate`, and of a batch."""
 
 import dataclasses
 import time
 from collections.abc import Sequence
 
-from qspec_jax.decoding.generate import RowStats
+from qspec_jax.decoding.displayed import generation_html
+from qspec_jax.states.state import State
+from qspec_jax.traces.trace import Trace
+
+
+@dataclasses.dataclass(frozen=True)
+class RowStats:
+    """Counts of one row, or of several together.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt.
+        new_tokens: tokens that were generated.
+        num_spec_steps: draft/verify rounds; 0 without a draft.
+        num_draft_tokens: tokens that were drafted.
+        num_accepted_draft_tokens: drafts that the target accepted.
+        draft_acceptance_rate: accepted / drafted tokens (the token that the target adds to each round not counted); None where nothing was
+            drafted.
+        mean_acceptance_length: 1 + accepted / rounds, tokens per round; None without rounds of a draft.
+        acceptance_histogram: [a] counts the rounds that accepted a drafts.
+        flushes: groups that left the buffer.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    num_spec_steps: int
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+    draft_acceptance_rate: float | None
+    mean_acceptance_length: float | None
+    acceptance_histogram: list[int]
+    flushes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats(RowStats):
+    """Totals of a call to generate, over its prompts.
+
+    Attributes:
+        compile_s: seconds of compiling, apart from the two that follow.
+        prefill_s: seconds of reading the prompts.
+        decode_s: seconds of the rounds.
+        tokens_per_second: of decode_s alone, all rows together.
+        peak_memory_bytes: of the first device; None where it does not say.
+        cache_bytes: what the KV cache has allocated, on all devices together and in host memory.
+        host_cache_bytes: the part of it in host memory.
+        rows: the counts of each prompt.
+    """
+
+    compile_s: float
+    prefill_s: float
+    decode_s: float
+    tokens_per_second: float
+    peak_memory_bytes: int | None
+    cache_bytes: int
+    host_cache_bytes: int
+    rows: list[RowStats]
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """The result of `generate`. A notebook shows it as a table with the histogram of accepted drafts.
+
+    Attributes:
+        token_ids: the new tokens of each prompt, or of each sample of each prompt in turn, an EOS included, and up to the token in which a
+            stop string was complete.
+        text: of each prompt's new tokens, without a stop string; None without a tokenizer.
+        finish_reason: "eos", "stop" or "length" for each prompt.
+        stats: totals, and in `rows` the counts of each prompt.
+        logprobs: the target's log-probability of each new token; None if they were not asked for.
+        top_logprobs: pairs of token id and log-probability for the most likely tokens of each position.
+        states: where states were continued, those after the new tokens; else None.
+        trace: what happened in each round, if it was asked for.
+    """
+
+    token_ids: list[list[int]]
+    text: list[str] | None
+    finish_reason: list[str]
+    stats: Stats
+    logprobs: list[list[float]] | None = None
+    top_logprobs: list[list[list[tuple[int, float]]]] | None = None
+    states: list[State] | None = None
+    trace: Trace | None = None
+
+    def _repr_html_(self) -> str:
+        return generation_html(self.stats, self.text, self.token_ids, self.finish_reason)
+
+
+def summary(prompt_tokens, new_tokens, rounds, drafted, accepted, histogram, flushes, *, speculative: bool) -> RowStats:
+    """The counts of a row, or of several together."""
+    return RowStats(
+        prompt_tokens=int(prompt_tokens),
+        new_tokens=int(new_tokens),
+        num_spec_steps=int(rounds) if speculative else 0,
+        num_draft_tokens=int(drafted),
+        num_accepted_draft_tokens=int(accepted),
+        draft_acceptance_rate=float(accepted / drafted) if drafted else None,
+        mean_acceptance_length=float(1 + accepted / rounds) if speculative and rounds else None,
+        acceptance_histogram=histogram.tolist() if speculative else [],
+        flushes=int(flushes),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The result of one request, with the fields that `generate.Generation` and its `Stats.rows` have for each prompt.
+    """The result of one request, with the fields that `Generation` and its `Stats.rows` have for each prompt.
 
     Attributes:
         index: of the request.

@@ -9,7 +9,7 @@ import jax
 
 from qspec_jax.decoding import capacity, state
 from qspec_jax.decoding.device_memory import bytes_of_round, free_bytes
-from qspec_jax.decoding.generate import Run
+from qspec_jax.decoding.fixed_batch import Run
 from qspec_jax.decoding.prepare import Prepared
 from qspec_jax.decoding.reading import state_of_prefix
 from qspec_jax.decoding.results import BatchStats, Result

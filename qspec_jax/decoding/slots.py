@@ -13,10 +13,10 @@ from jaxtyping import Array
 
 from pallas_kernels.formats.views import View
 from qspec_jax.decoding import capacity, data_parallel
-from qspec_jax.decoding.generate import Row, summary
+from qspec_jax.decoding.fixed_batch import Row
 from qspec_jax.decoding.prefill_groups import PrefillGroups
 from qspec_jax.decoding.prepare import Prepared
-from qspec_jax.decoding.results import BatchStats, LapTimes, Result
+from qspec_jax.decoding.results import BatchStats, LapTimes, Result, summary
 from qspec_jax.decoding.sampling import Sampler
 from qspec_jax.decoding.state import DecodeState, freed
 from qspec_jax.decoding.waiting import Ahead, Queue
