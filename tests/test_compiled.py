@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import SingleDeviceSharding
 from loops import faults
 from runs import random_model, random_prompts, with_draft
 
@@ -96,6 +97,17 @@ def test_what_is_traced_may_come_to_a_program_that_another_thread_compiles():
     for thread in threads:
         thread.join(30)
     assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_shape_without_a_place_is_that_of_an_array_on_the_default_device(monkeypatch):
+    doubled, x = Compiled(lambda x: 2 * x), jnp.ones(3)
+    for each in (x, jax.ShapeDtypeStruct(x.shape, x.dtype)):
+        doubled.compile(each)
+    assert len(doubled.programs) == 1
+    other = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")  # which any second device would do for
+    monkeypatch.setattr(compiled, "_usual_place", lambda: other)
+    doubled.compile(jax.ShapeDtypeStruct(x.shape, x.dtype))
+    assert len(doubled.programs) == 2
 
 
 def test_few_traces_are_kept():

@@ -145,7 +145,7 @@ class Compiled:
         """The program for these arguments, which is dropped if making it fails."""
         leaves, tree = jax.tree.flatten(args)
         usual = _usual_place()
-        places = (None if leaf.sharding == usual else leaf.sharding for leaf in leaves)
+        places = (usual if leaf.sharding is None else leaf.sharding for leaf in leaves)
         key = (tree, tuple((leaf.shape, leaf.dtype, place) for leaf, place in zip(leaves, places)), tuple(sorted(static.items())))
         with _lock:
             program = self.programs.setdefault(key, _Program())
