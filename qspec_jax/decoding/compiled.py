@@ -92,7 +92,8 @@ class Compiled:
             self._all.add(self)
 
     def compile(self, *args, **static) -> tuple[jax.stages.Compiled, float]:
-        """The executable for these arguments, or shapes, and the seconds spent on making it: 0 the second time.
+        """The executable for these arguments, or shapes, and the seconds spent on making it, or on waiting for a thread that makes it: 0 if
+        it is there.
 
         Several threads may compile at a time.
         """
@@ -111,9 +112,12 @@ class Compiled:
 
         @working("compiling")
         def compile_lowered() -> tuple[jax.stages.Compiled, float]:
+            if program.executable is not None:
+                return program.executable, 0.0
+            began = time.perf_counter()
             with self._kept_unless_it_fails(program), program.lock:
                 if program.executable is not None:
-                    return program.executable, 0.0
+                    return program.executable, time.perf_counter() - began
                 with program.timed():
                     program.executable = program.lowered.compile()
                 program.lowered = None

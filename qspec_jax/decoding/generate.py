@@ -74,7 +74,7 @@ def generate(
             if there are stop strings.
         rounds_per_update: see on_tokens.
         trace: whether to record each round (`Generation.trace`). Rounds then run one at a time, in a program for each phase, which takes
-            longer, and the tokens are the same.
+            longer; the tokens are the same, but for rounding.
 
     Returns:
         What was generated for each prompt, with one entry for a single prompt.
