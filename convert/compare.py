@@ -7,7 +7,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from convert.by_rows import draft_error
 from pallas_kernels.formats.weights import Int4Weight
@@ -24,6 +23,7 @@ from qspec_jax.checkpoints.source import WeightSource
 from qspec_jax.checkpoints.weights_text import DEQUANTIZED, PACKED
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
+from qspec_jax.progress import progress_bar
 from qspec_jax.quantization.weights import is_linear, quantize_weight
 
 TOKENS = 64  # of the prompt whose logits are compared
@@ -84,8 +84,7 @@ def verify(source: str | Path, directory: str | Path, *, logits: bool | None = N
     weights, errors = converted.restored(directory, TARGET, manifest.stored_shapes(dtype)), []
     drafted = {path: jax.eval_shape(quantize_weight, shape) for path, shape in shapes.items() if is_linear(path)}
     draft = converted.restored(directory, DRAFT, drafted if manifest.draft_bits == 4 else {})
-    hide = None if progress is None else not progress
-    for path, place in tqdm(opened.places.items(), desc="verify", unit="tensor", disable=hide):
+    for path, place in progress_bar(opened.places.items(), progress=progress, desc="verify", unit="tensor", leave=True):
         stored = opened.read_packed(path) if path in manifest.packed else opened.read(path)
         if converted.digest(stored) != manifest.sha256.get(path):
             wrong.append(f"{place.name} of the source is not the tensor that was converted")

@@ -20,6 +20,7 @@ from qspec_jax.checkpoints.tensor_names import Place, places
 from qspec_jax.errors import InputError, writing
 from qspec_jax.files import read_json, write_json
 from qspec_jax.models.config import text_model_config
+from qspec_jax.progress import progress_bar
 
 SHARD_BYTES = 5_000_000_000
 DTYPES = {"bfloat16": "BF16", "float32": "F32"}
@@ -77,8 +78,8 @@ def export(source: str | Path, directory: str | Path, *, progress: bool | None =
     names_of = {name: parts[0][1].names for name, parts in tensors.items()}
     several = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     files = several if len(shards) > 1 else ["model.safetensors"]
-    hide = None if progress is None else not progress
-    with written(directory, total, check) as unfinished, tqdm(total=total, desc="export", unit="B", unit_scale=True, disable=hide) as bar:
+    shown = dict(total=total, desc="export", unit="B", unit_scale=True, leave=True)
+    with written(directory, total, check) as unfinished, progress_bar(progress=progress, **shown) as bar:
         for file, names in zip(files, shards):
             _write_shard(source, unfinished / file, {name: tensors[name] for name in names}, manifest, bar)
         if len(shards) > 1:

@@ -21,7 +21,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from convert.by_rows import quantize_by_rows
 from convert.placing import check_apart, written
@@ -36,6 +35,7 @@ from qspec_jax.checkpoints.tokenizers import has_tokenizer, tokenizer_problem
 from qspec_jax.checkpoints.weights_text import WeightsChoice
 from qspec_jax.errors import InputError, with_type, writing
 from qspec_jax.files import read_json, write_json
+from qspec_jax.progress import progress_bar
 from qspec_jax.quantization.weights import is_linear
 
 log = logging.getLogger(__name__)
@@ -181,12 +181,11 @@ def _write(
     sha256: dict[str, str] = {}
     arrays: dict[str, dict] = {}
     written: dict[str, dict[str, str]] = {TARGET: {}, DRAFT: {}}
-    hide = None if progress is None else not progress
     with contextlib.ExitStack() as stack:
         stack.enter_context(context)
         pool = stack.enter_context(ThreadPoolExecutor(READERS))
         total = sum(map(source.read_bytes, source.places))
-        bar = stack.enter_context(tqdm(total=total, desc="convert", unit="B", unit_scale=True, disable=hide))
+        bar = stack.enter_context(progress_bar(total=total, desc="convert", unit="B", unit_scale=True, leave=True, progress=progress))
         folder = stack.enter_context(converted.for_orbax(directory))
         writer = stack.enter_context(_one_thread())  # entered last: the link of for_orbax, and the folder, are there until it ends
         target, *draft = (_Checkpoint(folder / name, writer) for name in ([TARGET, DRAFT] if draft_bits == 4 else [TARGET]))

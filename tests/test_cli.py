@@ -105,7 +105,7 @@ def test_convert_and_generate_with_the_draft_that_is_stored(run, directory, tmp_
 
 def test_a_terminal_sees_a_bar(run, directory, monkeypatch):
     monkeypatch.setattr(type(sys.stderr), "isatty", lambda self: True, raising=False)
-    monkeypatch.setattr(generate, "tqdm", functools.partial(generate.tqdm, mininterval=0))  # 24 tokens are there at once
+    monkeypatch.setattr(generate, "progress_bar", functools.partial(generate.progress_bar, mininterval=0))  # 24 tokens are there at once
     code, out, err = run("generate", "--model", directory, "--prompt", "x = 1", *DRAFTED)
     assert code == 0 and "read the prompt:   0%" in err and "24/24" in err
     assert out == run("generate", "--model", directory, "--prompt", "x = 1", *DRAFTED)[1]

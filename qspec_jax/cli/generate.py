@@ -14,7 +14,6 @@ import jax
 import typer
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
 
 from qspec_jax.cli.options import (
     Calibrate,
@@ -58,6 +57,7 @@ from qspec_jax.drafts.registry import AUTO, NONE, USUAL
 from qspec_jax.errors import InputError, writing
 from qspec_jax.files import STANDARD, name_of, output_to, read_text, read_texts, to_json
 from qspec_jax.models.llama import Llama
+from qspec_jax.progress import progress_bar
 from qspec_jax.states.state import State
 
 log = logging.getLogger(__name__)
@@ -265,7 +265,8 @@ class Progress:
     """A bar of new tokens on standard error; silent without a terminal."""
 
     def __init__(self, total: int, *, quiet: bool, label: str = "generate"):
-        self.bar = tqdm(total=total, desc=f"{label}: compile, read the prompt", unit="tok", leave=False, disable=True if quiet else None)
+        shown = dict(total=total, desc=f"{label}: compile, read the prompt", unit="tok")
+        self.bar = progress_bar(progress=False if quiet else None, **shown)
         self.label, self.active = label, not self.bar.disable
 
     def on_tokens(self, new: list[list[int]]) -> None:

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from qspec_jax.decoding import processes
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
@@ -23,6 +21,7 @@ from qspec_jax.decoding.results import BatchStats
 from qspec_jax.drafts import make_draft
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
+from qspec_jax.progress import progress_bar
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +112,7 @@ def decode_lines(
     owners, samples = line_of_rows(lines), [{} for _ in lines]
     longest = dataclasses.replace(prepared.config, max_new_tokens=max(config.max_new_tokens for config in prepared.configs))
     memory = explained_memory(prepared.model, longest, prepared.longest_prompt, rows=min(batch_size or 1, len(owners)))
-    bar = tqdm(total=len(lines), desc="batch", unit="prompt", disable=True if quiet else None)
+    bar = progress_bar(total=len(lines), desc="batch", unit="prompt", leave=True, progress=False if quiet else None)
     settings = dict(batch_size=batch_size, refill=refill, devices=places)
     # The results are closed also where one cannot be kept.
     with memory, bar, contextlib.closing(run_batch(prepared.model, prepared, **settings)) as results:
@@ -156,7 +155,7 @@ def decode_lines_on_ray(
         return 0.0
     began, raw = time.monotonic(), content.rstrip().splitlines()
     numbered = [(line.number, raw[line.number - 1].decode("utf-8-sig")) for line in todo]
-    with tqdm(total=len(todo), desc="batch", unit="prompt", disable=True if quiet else None) as bar:
+    with progress_bar(total=len(todo), desc="batch", unit="prompt", leave=True, progress=False if quiet else None) as bar:
         for result in through_actors(numbered, directory, config, **settings):
             if stops and (error := error_of(written(result))):
                 raise InputError(f"line {result['line']}: {error}")
