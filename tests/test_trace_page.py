@@ -76,3 +76,20 @@ def test_the_page_in_a_browser(generation, tmp_path):
         assert page.texts("#round h2") == [f"Round 2 of {second.num_spec_steps}"]
         assert page.problems() == []
         assert page.run("return performance.getEntriesByType('resource').length") == 0
+
+
+def test_the_page_without_a_draft(tmp_path):
+    config = GenerationConfig(max_new_tokens=3, draft="none", group_size=8, ignore_eos=True)
+    model = random_model(jnp.float32, num_hidden_layers=1, spread=0.4)
+    generate(model, random_prompts([5]), config=config, trace=True).trace.save(tmp_path / "trace.html")
+    with browser() as page:
+        page.open((tmp_path / "trace.html").as_uri())
+        assert page.run("return [...document.querySelectorAll('#round th')].map((head) => head.textContent)") == [
+            "",
+            "token",
+            "p",
+            "",
+            "target's most likely",
+        ]
+        assert page.texts("#round .head + p") == ["New token 2."]
+        assert page.problems() == []

@@ -21,12 +21,12 @@ const duration = (s) => (s >= 1 ? s.toFixed(2) + " s" : s >= 0.001 ? (1000 * s).
 const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
 const plural = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
 
-// A token as a reader recognizes it: line ends and blanks are visible.
+// A token as a reader recognizes it: line ends and blanks are visible, of many blanks their number.
 function named(token) {
   const text = trace().names[token];
   if (text === undefined) return "#" + token;
   if (text === "" || text.includes("\ufffd")) return (text || "") + "#" + token;
-  return text.replace(/\n/g, "\u21b5").replace(/\t/g, "\u21e5").replace(/^ +| +$/g, (blanks) => "\u2423".repeat(blanks.length));
+  return text.replace(/\n/g, "\u21b5").replace(/\t/g, "\u21e5").replace(/^ +| +$/g, (blanks) => (blanks.length > 4 ? `\u2423\u00d7${blanks.length}` : "\u2423".repeat(blanks.length)));
 }
 
 // Who a token at a place of a round is from: a class of the style.
@@ -187,7 +187,11 @@ function panel() {
   const round = rounds[chosen.round];
   if (!round) return find("round").replaceChildren(make("p", {}, "There are no rounds: prefill gave the only token."));
   const drawn = round.drafts.some((draft) => draft.uniform !== null);
-  const heads = ["", "token", "q", "p", ...(drawn ? ["min(1, p/q)"] : []), ...(forced ? ["text"] : []), "verdict", "draft's most likely", "target's most likely"];
+  const drafting = proposers.length > 0;
+  const heads = [
+    "", "token", ...(drafting ? ["q"] : []), "p", ...(drawn ? ["min(1, p/q)"] : []), ...(forced ? ["text"] : []),
+    drafting ? "verdict" : "", ...(drafting ? ["draft's most likely"] : []), "target's most likely",
+  ];
   const code = (token, className) => make("code", { className: className || "" }, named(token));
   const number = (value) => make("td", { className: "number" }, chance(value));
   const real = (place) => (round.first + place < token_ids.length ? code(token_ids[round.first + place]) : "-");
@@ -200,26 +204,33 @@ function panel() {
       "tr", { className: word === "not judged" ? "unused" : "", data: { verdict: word } },
       make("td", {}, String(i + 1)), make("td", {}, code(draft.token, className), by), number(draft.q), number(draft.p),
       drawn ? number(ratio) : null, forced ? make("td", {}, real(i)) : null,
-      make("td", {}, make("div", { className: "verdict-" + word.split(" ")[0] }, word), make("div", { className: "quiet" }, why)),
+      make("td", { className: "verdict" }, make("div", { className: "verdict-" + word.split(" ")[0] }, word), make("div", { className: "quiet" }, why)),
       likely(draft.likely), likely(round.likely[i]),
     );
   });
   const place = round.judged_accepted;
   lines.push(make(
     "tr", { data: { verdict: "own" } },
-    make("td", {}, ""), make("td", {}, code(round.own_token, kind(round, place))), number(null), number(round.own_p),
+    make("td", {}, ""), make("td", {}, code(round.own_token, kind(round, place))), drafting ? number(null) : null, number(round.own_p),
     drawn ? number(null) : null, forced ? make("td", {}, real(place)) : null,
-    make("td", {}, make("div", {}, "target's own token"), make("div", { className: "quiet" }, own(round))),
-    likely([]), likely(round.likely[place]),
+    make("td", { className: "verdict" }, make("div", {}, "target's own token"), make("div", { className: "quiet" }, own(round))),
+    drafting ? likely([]) : null, likely(round.likely[place]),
   ));
   const last = Math.min(round.first + round.emitted, token_ids.length);
   const cut = round.first + round.emitted - last;
+  const numbers = last > round.first + 1 ? `New tokens ${round.first + 1} to ${last}.` : `New token ${last}.`;
+  const counts = `${plural(round.drafted, "draft")}, ${round.accepted} accepted${forced ? "" : `, ${plural(round.emitted, "token")} emitted`}.`;
   const facts = [
-    `New tokens ${round.first + 1} to ${last}. ${plural(round.drafted, "draft")}, ${round.accepted} accepted${forced ? "" : `, ${plural(round.emitted, "token")} emitted`}.`,
+    drafting ? `${numbers} ${counts}` : numbers,
     cut ? `The last ${plural(cut, "token")} ${cut === 1 ? "is" : "are"} cut off: ${forced ? "the text ends before" : "a stop string ended the row"}.` : null,
     limit(round),
     round.flushed ? "After this round the oldest buffered tokens are quantized (a flush)." : null,
   ];
+  const { greedy } = trace();
+  const after = greedy ? "at temperature 1" : "after temperature and filters";
+  const explained = drafting
+    ? `q: probability by the draft; p: by the target, both ${after}${greedy ? "." : "; u: the number drawn from [0, 1)."}`
+    : `p: probability by the target, ${after}.`;
   const times = seconds[chosen.round] || [];
   const parts = times.map((each, i) => `${phases[i]} ${duration(each)}`).join(", ");
   const button = (label, text, step) => make("button", { type: "button", textContent: text, ariaLabel: label, onclick: () => show({ round: chosen.round + step }, true) });
@@ -228,7 +239,7 @@ function panel() {
       make("span", {}, button("Previous round", "\u2190", -1), " ", button("Next round", "\u2192", 1))),
     ...facts.filter(Boolean).map((fact) => make("p", {}, fact)),
     make("div", { className: "wide" }, make("table", {}, make("thead", {}, make("tr", {}, ...heads.map((head) => make("th", {}, head)))), make("tbody", {}, ...lines))),
-    make("p", { className: "quiet" }, "q: probability by the draft; p: by the target" + (trace().greedy ? "." : ", both after temperature and filters; u: the number drawn from [0, 1).")),
+    make("p", { className: "quiet" }, explained),
     stacked(times, Math.max(...seconds.map(sum), 1e-9)), make("p", { className: "quiet" }, parts),
   );
 }
@@ -359,7 +370,7 @@ function reads() {
   find("reads").replaceChildren(
     make("h2", {}, "What the drafts read of the cache"),
     make("p", { className: "quiet" }, `Groups of ${size} tokens from top to bottom, the first tokens at the top. Light to dark:`,
-      make("span", { className: "scale" }), "read by no KV head, to all. The newest tokens, which are not in a group yet, are always read."),
+      make("span", { className: "scale" }), "read by no KV head, to all. White, too, is a group that was not there yet. The newest tokens, which are not in a group yet, are always read."),
     make("div", { className: "maps" }, overRounds, overLayers),
   );
 }
