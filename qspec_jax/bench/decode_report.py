@@ -44,7 +44,7 @@ class DecodeReport(Run):
         columns = _columns(batches)
         wraps = ("prefill s", "compile s", "cache GB", "peak GB", "copies")
         whole = grid(*columns, left=("method",), wraps=wraps)
-        names = [label for label in ("context", "rows", "method") if label in columns]
+        names = [label for label in ("context", "rows", "method", "gamma") if label in columns]
         steps = grid(*names, "step", "us", "quartiles", "MB", *of_host, "of its floor", left=("method", "step"))
         missing = ""
         for row in self.rows:
