@@ -17,6 +17,7 @@ from qspec_jax.bench import all_reduce, attention, batch, decode, drafts, end_to
 from qspec_jax.bench.decode_rows import DecodeRow
 from qspec_jax.bench.kernels import KernelRow
 from qspec_jax.bench.timing import Timing
+from qspec_jax.cli import measuring
 from qspec_jax.decoding.results import BatchStats, Result
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import answers, quantizers, scoring
@@ -443,3 +444,13 @@ def test_a_changed_text_or_checkpoint_is_something_else(run, fails, tmp_path, di
     text.write_text("value = 1\n" * 60)
     assert run(*arguments)[0] == 0 and len(call.calls) == 1
     assert "Measured by an earlier run of this command, on the same day: text 1 of 1." in (tmp_path / "out").read_text()
+
+
+def test_a_gguf_file_is_not_read_whole_to_know_it(tmp_path, monkeypatch):
+    """Its shards are looked at instead: their sizes and times."""
+    first, second = (tmp_path / f"model-0000{i}-of-00002.gguf" for i in (1, 2))
+    first.write_bytes(b"GGUF"), second.write_bytes(b"GGUF")
+    monkeypatch.setattr(Path, "read_bytes", lambda path: 1 // 0)
+    before = measuring._content(first)
+    second.write_bytes(b"GGUF and more")
+    assert before and measuring._content(first) != before

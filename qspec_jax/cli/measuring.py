@@ -12,8 +12,10 @@ from typing import Any
 import typer
 
 from qspec_jax import reports
+from qspec_jax.checkpoints.gguf_file import is_gguf
 from qspec_jax.cli import process
 from qspec_jax.decoding.run_identity import of_checkpoint
+from qspec_jax.errors import InputError
 from qspec_jax.files import is_replaced
 from qspec_jax.kept_rows import KeptRows
 from qspec_jax.progress import shown
@@ -61,8 +63,8 @@ def _content(value: Any) -> list[str]:
     found = []
     for each in value if isinstance(value, list | tuple) else [value]:
         path = Path(each) if isinstance(each, str | Path) else None
-        with contextlib.suppress(OSError, ValueError):  # what cannot be read is refused where it is read
-            if path and path.is_dir():
+        with contextlib.suppress(InputError, OSError, ValueError):  # what cannot be read is refused where it is read
+            if path and (path.is_dir() or is_gguf(path)):
                 found.append(b"\0".join(of_checkpoint(path)))
             elif path and path.is_file():
                 found.append(path.read_bytes())
