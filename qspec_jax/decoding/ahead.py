@@ -38,7 +38,7 @@ def compile_ahead(outline: Llama, prompts: Sequence[Sequence[int]], config: Gene
     if config.num_return_sequences > 1 or (config.draft != AUTO and checkpoints_of(config.draft_settings)):
         return config
     prepared, open_settings = prepare(outline, prompts, config=config, key=key_of(0), tokenizer=tokenizer), []
-    if prepared.draft is not None:
+    if prepared.draft is not None:  # which is asked for its open settings by choosing them
         prepared.draft.with_choice(lambda draft: open_settings.append(draft) or NO_LAYERS)
     if open_settings:
         return prepared.config
