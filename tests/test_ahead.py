@@ -71,10 +71,12 @@ def test_auto_is_resolved_once(directory, waited, caplog):
     assert caplog.text.count("draft auto") == 1
 
 
-@pytest.mark.parametrize("draft", ["quantspec:skip=auto", "small-model:model={directory}"])
-def test_drafts_that_need_weights_wait_for_them(draft, directory, waited, monkeypatch):
+@pytest.mark.parametrize(
+    ("draft", "cache"), [("quantspec:skip=auto", None), ("small-model:model={directory}", None), ("none", "int8:host=lower")]
+)
+def test_what_depends_on_weights_waits_for_them(draft, cache, directory, waited, monkeypatch):
     monkeypatch.setattr(ahead, "Run", None)
-    config = GenerationConfig(draft=draft.format(directory=directory), max_new_tokens=4)
+    config = GenerationConfig(draft=draft.format(directory=directory), cache=cache, max_new_tokens=4)
     assert compile_ahead(outline_model(directory), PROMPTS, config, None).draft == config.draft
 
 

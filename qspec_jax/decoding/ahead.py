@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 def compile_ahead(outline: Llama, prompts: Sequence[Sequence[int]], config: GenerationConfig, tokenizer: Any) -> GenerationConfig:
     """Begins to compile what `generate` will run with these prompts, and returns. `generate` waits for what is not done by then.
 
-    Nothing is compiled ahead for a draft that has weights of its own, or settings that depend on the weights (`skip=auto`). An error is
-    left for `generate` to raise.
+    Nothing is compiled ahead for a draft that has weights of its own, or settings that depend on the weights (`skip=auto`), and for a cache
+    with a part in host memory, whose size depends on the memory that the weights leave. An error is left for `generate` to raise.
 
     Args:
         outline: of the model, see `checkpoints.loading.outline_model`.
@@ -35,7 +35,11 @@ def compile_ahead(outline: Llama, prompts: Sequence[Sequence[int]], config: Gene
     Raises:
         InputError: as `prepare` does.
     """
-    if config.num_return_sequences > 1 or (config.draft != AUTO and checkpoints_of(config.draft_settings)):
+    if (
+        config.num_return_sequences > 1
+        or config.cache_config.in_host_memory
+        or (config.draft != AUTO and checkpoints_of(config.draft_settings))
+    ):
         return config
     prepared, open_settings = prepare(outline, prompts, config=config, key=key_of(0), tokenizer=tokenizer), []
     if prepared.draft is not None:  # which is asked for its open settings by choosing them
