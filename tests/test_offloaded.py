@@ -219,15 +219,16 @@ def test_prefill_holds_the_queries_of_one_layer():
     ],
 )
 def test_a_draft_begins_with_one_layer_at_a_time(cache, draft, resident):
-    """A copy waits for a result of the layer copied before, which is used after the wait: XLA drops the wait for what is not used. Layers in
-    host memory share a program, as do those on the device."""
+    """A copy waits for a result of the layer copied before, which is used after the wait: XLA drops the wait for what is not
+    used. Layers in host memory share a program, as do those on the device."""
     model = random_model("float32", num_hidden_layers=4)
     config = GenerationConfig(cache=f"{cache},resident={resident}", draft=draft, max_new_tokens=8, group_size=32)
     engine = Engine.for_configs(model, make_draft(draft, model), [config], prompt_tokens=256)
     keys = prompt_keys(jax.random.key(0), 1)
     prefill = engine.prefill_of(random_prompts([200]), make_sampler(config), keys, make_limits(model, config))
     begin, *parts, end, start = prefill.calls()
-    assert (begin.program, end.program, start.program) == (BEGIN, END, START) and len(parts) == (2 if resident else 1)
+    assert (begin.program, end.program, start.program) == (BEGIN, END, START)
+    assert len(parts) == (2 if resident else 1)
     Compiled.forget()  # so that the one program that is held is the one traced here
     end.shapes()
     (program,) = END.programs.values()
