@@ -133,7 +133,7 @@ def test_a_window_of_the_text_is_read_as_if_it_were_all(model, sinks):
     after the first tokens, the window, and what came since: for the first draft the tokens that the cache lacked, then drafts."""
     window, gamma = 9, 3
     draft = SmallModelDraft(ViewedModel(quantize_linears(model), BOTH_PLANES), sinks, window)
-    config, prompts = dataclasses.replace(CONFIG, num_speculative_tokens=gamma, max_new_tokens=16), random_prompts([1, 8, 11, 70])
+    config, prompts = dataclasses.replace(CONFIG, num_speculative_tokens=gamma, max_new_tokens=20), random_prompts([1, 8, 11, 70])
     state, step, limits = prepared(model, prompts, config, draft=draft)
     say = jax.jit(lambda tokens: draft.step(tokens, jnp.arange(tokens.shape[1])[None], full_cache(model, 1, 32))[0])
 
