@@ -250,7 +250,7 @@ def test_all_reduce(tmp_path, counted):
 
 
 def test_bench_decode(run, tmp_path, one_layer, short_loops, monkeypatch, counted):
-    """Of two methods at two batch sizes; a case that is measured at all sizes already has no draft made."""
+    """Two methods at two batch sizes: no draft is made for a case that is measured at all sizes already."""
     made = counted(decode, "make_draft")
 
     def results(model, made, prompts, settings, batch_size):

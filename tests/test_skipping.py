@@ -116,7 +116,7 @@ def test_all_other_drafts_skip_nothing(model):
     assert dataclasses.replace(both[0]).in_loop().skipped == both[0].skipped
 
 
-IDLE = Skipped(frozenset({2}), frozenset({1}))  # as many as the search may leave out of four layers
+IDLE = Skipped(frozenset({2}), frozenset({1}))  # the maximum that the search may leave out of four layers
 
 
 def chosen(target, draft, lengths=(150, 30, 190), gamma=3):

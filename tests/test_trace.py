@@ -112,7 +112,7 @@ def check_notebook(traced, config):
 
 
 def check_proposers(trace):
-    """Of combine each draft is named; what is looked up has all probability."""
+    """Each draft of combine is named; what is looked up has all probability."""
     drafts = [draft for row in trace.rows for each in row.rounds for draft in each.drafts]
     assert {draft.by for draft in drafts} == set(range(len(trace.proposers)))
     if "prompt-lookup" in trace.proposers:
@@ -173,7 +173,7 @@ def test_a_model_that_is_divided_over_devices_is_refused(directory):
 
 
 def test_pieces_are_the_text(tokenizer):
-    """Of bytes that are parts of characters, special tokens and a stop string."""
+    """Bytes that are parts of characters, special tokens and a stop string."""
     text = "x = '日本語 é'\nend here"
     tokens = tokenizer.encode(text, add_special_tokens=False)
     pieces = pieces_of(tokenizer, tokens[:3], tokens[3:], None)
