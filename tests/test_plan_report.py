@@ -341,8 +341,8 @@ def test_plots(run, tmp_path):
 
 @pytest.mark.parametrize("own", [False, True])
 def test_it_answers_at_once_and_asks_no_device(tmp_path, own):
-    """In about 1.6 seconds on an idle machine, nearly all of it to import. What counts here is the processor's time, since others may be at
-    work, in times of what importing JAX takes just then, for machines differ: 2.1 to 2.6. No backend of JAX is initialised."""
+    """In 2 to 3 seconds on an idle machine, nearly all of it to import the commands. What counts here is the processor's time, since others
+    may be at work, in times of what that import takes just then, for machines differ: 1.2 to 1.4. No backend of JAX is initialised."""
     check = "import sys; from qspec_jax.cli.app import app; app(sys.argv[1:], standalone_mode=False); "
     check += "from jax._src import xla_bridge; assert not xla_bridge._backends"
     arguments = [*map(str, PLAN)]
@@ -358,6 +358,6 @@ def test_it_answers_at_once_and_asks_no_device(tmp_path, own):
         assert done.returncode == 0, done.stderr
         return used() - before, done.stdout
 
-    (one, _), (plan, out) = spent("import jax"), spent(check, *arguments)
+    (imports, _), (plan, out) = spent("import qspec_jax.cli.app"), spent(check, *arguments)
     assert not own or json.loads(out)["rows"][-1]["speedup"] > 0
-    assert plan < 4 * one
+    assert plan < 2 * imports

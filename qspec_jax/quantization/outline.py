@@ -1,5 +1,7 @@
 """Outlines: models whose weights are shapes, of which bytes and FLOPs are known without any weight."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -10,8 +12,9 @@ from qspec_jax.models.llama import Llama
 from qspec_jax.quantization.weights import is_linear, quantize_rows, weight_group_size
 
 
+@functools.lru_cache(maxsize=8)  # a fifth of a second for each of a model of 32 layers, and a plan wants four
 def outline(config: LlamaConfig, *, int4: bool = False, dtype: str = "bfloat16") -> Llama:
-    """A model of this shape whose weights are shapes.
+    """A model of this shape whose weights are shapes: the same object for the same arguments, not to be changed.
 
     Args:
         config: the model's shape.
