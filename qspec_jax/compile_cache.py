@@ -58,12 +58,6 @@ def default_directory() -> Path:
     return Path(caches) / "qspec-jax" / "programs"
 
 
-def used_directory() -> Path:
-    """The folder that JAX uses in this process, or else `default_directory`. Raises InputError as that does."""
-    used = jax.config.jax_compilation_cache_dir
-    return Path(used) if used else default_directory()
-
-
 def held(directory: Path) -> Held:
     """What a folder holds, and those in it."""
     sizes = []

@@ -82,7 +82,9 @@ class KeptRows:
         """Reads the rows, and returns the header; None without one."""
         if not self._file.size:
             return None
-        lines, self._whole = self._file.read()
+        lines, self._whole = self._file.read(HEADER)
+        if not lines:
+            return None
         try:
             header, *rows = lines
             if header.keys() != {HEADER} or header[HEADER].keys() != {COMMAND, OPTIONS, RUN}:

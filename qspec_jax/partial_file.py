@@ -62,10 +62,20 @@ class PartialFile:
         """Bytes in the file."""
         return os.fstat(self._file.fileno()).st_size
 
-    def read(self) -> tuple[list[Any], int]:
-        """The values of whole lines, and the bytes of these lines: the last one may be cut short. Raises `foreign` for others."""
+    def read(self, key: str) -> tuple[list[Any], int]:
+        """The values of whole lines, and the bytes of these lines: the last one may be cut short.
+
+        Args:
+            key: the first in the first line, by which that is known where it is cut short.
+
+        Raises:
+            InputError: `foreign`, if they are no lines of JSON, or the beginning of a line with another key.
+        """
         self._file.seek(0)
-        lines = self._file.read().split(b"\n")[:-1]
+        *lines, rest = self._file.read().split(b"\n")
+        begun = to_json({key: 0}).encode()[:-2]
+        if not lines and rest[: len(begun)] != begun[: len(rest)]:
+            raise self.foreign()
         try:
             return [json.loads(line) for line in lines], sum(len(line) + 1 for line in lines)
         except (ValueError, RecursionError):

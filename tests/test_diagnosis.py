@@ -121,6 +121,17 @@ def test_doctor_names_what_was_given(options, message, directory, fails):
     fails(["doctor", "--model", directory, "--context", *options], message)
 
 
+def test_doctor_says_whether_compiled_programs_are_kept(directory, run, monkeypatch, tmp_path):
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        code, out, _ = run("doctor", "--model", directory, "--context", 100, "--no-compile-cache")
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert code == 0 and ", not used now" in " ".join(out.split())
+
+
 def test_doctor_asks_for_tokens_that_fit(directory, run):
     assert run("doctor", "--model", directory, "--context", 100)[0] == 0
     for options, prompt in (((), 64), (("--max-new-tokens", 100), 28)):
@@ -133,7 +144,8 @@ def test_doctor_lists_kernels(directory):
     report = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
     assert report["problems"] == [] and report["fits"] is None
     programs = report["compiled_programs"]
-    assert Path(programs["directory"]).parent == Path(os.environ[VARIABLE]) and programs.keys() == {"directory", "programs", "bytes"}
+    assert programs["used"] and Path(programs["directory"]).parent == Path(os.environ[VARIABLE])
+    assert programs.keys() == {"directory", "used", "programs", "bytes"}
     assert {choice["kernel"] for choice in report["kernels"]} >= {"attention", "matmul", "flush", "norm"}
     assert {choice["implementation"] for choice in report["kernels"]} == {"reference"}
 

@@ -357,10 +357,11 @@ def test_a_journal_goes_on_wherever_it_was_cut(tmp_path):
     with pytest.raises(InputError, match="is of a run with other settings; --overwrite drops the "):
         Journal(tmp_path / "out", RUN | {"settings": "others"}, overwrite=False)
     assert (tmp_path / "out.partial").read_bytes() == content
-    (tmp_path / "mine.partial").write_text("years\n")
-    with pytest.raises(InputError, match="not what a run has left"):
-        Journal(tmp_path / "mine", RUN, overwrite=True)
-    assert (tmp_path / "mine.partial").read_text() == "years\n"
+    for mine in ("years\n", "years", '{"ru\n', '{"rum'):
+        (tmp_path / "mine.partial").write_text(mine)
+        with pytest.raises(InputError, match="not what a run has left"):
+            Journal(tmp_path / "mine", RUN, overwrite=True)
+        assert (tmp_path / "mine.partial").read_text() == mine
     (tmp_path / "old.partial").write_text('{"run": "abc"}\n{"line": 1}\n')
     with pytest.raises(InputError, match="is of another run, by another version of this program"):
         Journal(tmp_path / "old", RUN, overwrite=False)

@@ -70,16 +70,20 @@ def test_rows_come_back_as_they_were(tmp_path):
     assert NOT_KEPT.measured("row 0", Outer, lambda: ROW) is ROW and "row 0" not in NOT_KEPT and NOT_KEPT.earlier == []
 
 
-def test_a_line_that_was_cut_short_is_measured_again(tmp_path):
+@pytest.mark.parametrize("lines", [0, 1, 2])
+def test_a_line_that_was_cut_short_is_written_again(tmp_path, lines):
     """As a process leaves it that is killed while it writes."""
     path = left(tmp_path, rows=2)
     whole = path.read_bytes()
-    path.write_bytes(whole[:-9])
-    with pytest.raises(KeyboardInterrupt), beside(tmp_path) as kept:
-        assert "row 0" in kept and "row 1" not in kept
-        kept.measured("row 1", Outer, lambda: ROW)
-        raise KeyboardInterrupt
-    assert path.read_bytes() == whole
+    ends = [0, *(i + 1 for i, byte in enumerate(whole) if byte == ord("\n"))]
+    for cut in range(ends[lines] + (lines == 0), ends[lines + 1], 7):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(KeyboardInterrupt), beside(tmp_path) as kept:
+            assert [f"row {i}" in kept for i in range(2)] == [i < lines - 1 for i in range(2)]
+            for i in range(2):
+                kept.measured(f"row {i}", Outer, lambda: ROW)
+            raise KeyboardInterrupt
+        assert path.read_bytes() == whole
 
 
 def test_rows_that_failed_are_not_kept(tmp_path):
@@ -125,6 +129,7 @@ def test_rows_of_another_day_or_machine_are_measured_again(tmp_path, monkeypatch
         '{"run": {"prompts": "0"}}\n',  # the journal of a `batch` with the same output
         "notes\n",
         "notes",
+        '{"unfinished_notes": ',
         "[1]\n",
         '{"unfinished_report": {}}\n',
         '{"unfinished_report": {}, "more": 1}\n',

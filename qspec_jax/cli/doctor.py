@@ -1,6 +1,7 @@
 """The command `qspec doctor`."""
 
 import dataclasses
+from pathlib import Path
 from typing import Annotated, Any
 
 import jax
@@ -96,12 +97,13 @@ def doctor(
 
 
 def _compiled_programs() -> dict[str, Any]:
-    """The folder of compiled programs and what it holds, or why there is none."""
+    """The folder of compiled programs, whether this process keeps them there, and what it holds; or why there is none."""
+    used = jax.config.jax_compilation_cache_dir
     try:
-        directory = compile_cache.used_directory()
+        directory = Path(used) if used else compile_cache.default_directory()
     except InputError as error:
-        return {"directory": f"none: {error}"}
-    return {"directory": str(directory)} | dataclasses.asdict(compile_cache.held(directory))
+        return {"directory": f"none: {error}", "used": False}
+    return {"directory": str(directory), "used": bool(used)} | dataclasses.asdict(compile_cache.held(directory))
 
 
 def _print(report: dict[str, Any], fit: out_of_memory.Fit | None) -> None:
@@ -120,7 +122,7 @@ def _print(report: dict[str, Any], fit: out_of_memory.Fit | None) -> None:
     )
     kept = report["compiled_programs"]
     held = f": {kept['programs']} in {megabytes(kept['bytes'])}" if "programs" in kept else ""
-    machine.add_row("compiled programs", f"{kept['directory']}{held}")
+    machine.add_row("compiled programs", f"{kept['directory']}{held}{'' if kept['used'] else ', not used now'}")
     console.print(machine)
     kernels = Table("kernel", "runs in", "not in", box=None, header_style="bold", padding=(0, 3, 0, 0))
     for choice in report["kernels"]:

@@ -11,6 +11,7 @@ from qspec_jax.files import check_writable, is_replaced, output_to, real, to_jso
 from qspec_jax.partial_file import PartialFile
 
 # Raised with every change after which a run may have other results: no run goes on with the results of another program.
+RUN = "run"  # the key of the first line
 REVISION = b"2"
 # What the results of a run depend on, and how a message calls what is not as it was.
 DEPENDS_ON = {
@@ -58,19 +59,19 @@ class Journal:
             raise InputError(f"{self.output}: exists already; --overwrite replaces it")
 
     def _read(self, run: dict[str, str], overwrite: bool) -> dict[int, dict]:
-        lines, whole = self._file.read()
+        lines, whole = self._file.read(RUN)
         header, *results = lines or [None]
         try:
             done = {result["line"]: result for result in results}
         except (TypeError, KeyError):
             raise self._file.foreign() from None
-        if header == {"run": run}:
+        if header == {RUN: run}:
             self._file.truncate(whole)  # a last line that was cut short is written again
             return done
         if done and not overwrite:
             raise InputError(f"{self.path}: {_difference(header, run)}; --overwrite drops the {len(done):,} lines that are done there")
         self._file.truncate(0)
-        self._write({"run": run})
+        self._write({RUN: run})
         return {}
 
     def add(self, result: dict) -> None:
@@ -134,7 +135,7 @@ def run_hashes(**parts: Sequence[bytes]) -> dict[str, str]:
 
 def _difference(header: Any, run: dict[str, str]) -> str:
     """How the run of a journal differs from this one."""
-    before = header.get("run") if isinstance(header, dict) else None
+    before = header.get(RUN) if isinstance(header, dict) else None
     if not isinstance(before, dict) or before.keys() != run.keys():
         return "is of another run, by another version of this program"
     differing = [name for name in DEPENDS_ON if before[name] != run[name]]
