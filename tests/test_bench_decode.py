@@ -11,7 +11,7 @@ import pytest
 from bench_commands import FAST
 
 from qspec_jax import plots
-from qspec_jax.bench import decode, decode_report, decode_rows, decode_steps, timing
+from qspec_jax.bench import decode, decode_case, decode_report, decode_rows, decode_steps, timing
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture, random_model
 from qspec_jax.bench.simulated import rate_of_ratio, ratio_of_rate
 from qspec_jax.drafts.step_bytes import bytes_of, weight_bytes
@@ -69,7 +69,7 @@ def test_json(run, speculative):
 def decoded_batches(small_model):
     """Rows of batches of 1 and 4, each with the state behind its decode. Half of the drafts are accepted."""
     cases = [decode_rows.Case(decode_rows.METHODS["autoregressive"], 0), decode_rows.Case(decode_rows.METHODS["quantspec-kv-only"], 3)]
-    states, whole = [], decode._Measured._decoded
+    states, whole = [], decode_case.MeasuredCase._decoded
 
     def recorded(self, *args):
         run, state = whole(self, *args)
@@ -77,7 +77,7 @@ def decoded_batches(small_model):
         return run, state
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode._Measured, "_decoded", recorded)
+        patch.setattr(decode_case.MeasuredCase, "_decoded", recorded)
         patch.setattr(timing, "LOOP_TRIPS", (2, 2))
         patch.setattr(timing, "BATCH_SECONDS", 1e-3)
         settings = decode.Settings(100, rate=0.5, bandwidth=decode.Bandwidth(20.0), repeats=1)
@@ -129,11 +129,11 @@ def test_floors_of_batches_count_weights_once_and_every_rows_cache(decoded_batch
 
 def test_peak_memory_counts_the_making_of_a_batch(monkeypatch, model):
     """The program that repeats a row is given no weights, which stay where they are; prefill and decode are given them."""
-    monkeypatch.setattr(decode, "_working_bytes", lambda size: size)
+    monkeypatch.setattr(decode_case, "_working_bytes", lambda size: size)
     measured = types.SimpleNamespace(engine=types.SimpleNamespace(target=model, draft=None))
     weights = bytes_of(model)
-    assert decode._Measured._peak_bytes(measured, {"prefill": weights + 10}, 30, weights + 20, None) == weights + 30
-    assert decode._Measured._peak_bytes(measured, {"prefill": weights + 10}, None, weights + 20, None) == weights + 20
+    assert decode_case.MeasuredCase._peak_bytes(measured, {"prefill": weights + 10}, 30, weights + 20, None) == weights + 30
+    assert decode_case.MeasuredCase._peak_bytes(measured, {"prefill": weights + 10}, None, weights + 20, None) == weights + 20
 
 
 def test_more_rows_than_did_not_fit_are_skipped_and_not_compiled(monkeypatch, model):
@@ -155,7 +155,7 @@ def test_more_rows_than_did_not_fit_are_skipped_and_not_compiled(monkeypatch, mo
                 raise ValueError("no kernel")
             return decode_rows.DecodeRow(self.name, 3, 0, "measured", batch_size=self.batch_size)
 
-    monkeypatch.setattr(decode, "_Measured", Fails)
+    monkeypatch.setattr(decode, "MeasuredCase", Fails)
     names = ["autoregressive", "autoregressive-int8", "quantspec-kv-only"]
     cases = [decode_rows.Case(decode_rows.METHODS[name], 0) for name in names]
     found = list(decode.measure(model, lambda: model, cases, [[1, 2, 3]], decode.Settings(32), batch_sizes=(1, 4, 16, 64)))

@@ -10,7 +10,7 @@ import pytest
 from checkpoints import hf_config, write_checkpoint
 
 from qspec_jax import demo, drafts, plots
-from qspec_jax.bench import decode, end_to_end
+from qspec_jax.bench import decode_case, end_to_end
 from qspec_jax.bench.decode_rows import DecodeRow, select_methods
 from qspec_jax.checkpoints import loading
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
@@ -142,7 +142,7 @@ def test_what_fails_is_a_row_that_says_so(monkeypatch, run, directory, file):
     def fail(*args, **settings):
         raise MemoryError("out of memory\nand more")
 
-    monkeypatch.setattr(decode._Measured, "row", fail)
+    monkeypatch.setattr(decode_case.MeasuredCase, "row", fail)
     monkeypatch.setattr(acceptance, "teacher_forced", fail)
     monkeypatch.setattr(acceptance, "compile_side_by_side", list)
     flags = ["--model", directory, "--file", file, "--context", CONTEXT, "--gamma", GAMMA, "--max-new-tokens", NEW, "--no-calibrate"]
@@ -172,8 +172,8 @@ def test_drafts_side_by_side(monkeypatch, run, directory, file, report, tmp_path
     walked = lambda model, draft, texts, config, key: dataclasses.replace(
         report.teacher_forced[0].acceptance, conditional_rate=given["sparse:budget=0.25" if draft.observes else "quantspec"]
     )
-    monkeypatch.setattr(decode._Measured, "_compile", lambda *args: None)
-    monkeypatch.setattr(decode._Measured, "row", measured)
+    monkeypatch.setattr(decode_case.MeasuredCase, "_compile", lambda *args: None)
+    monkeypatch.setattr(decode_case.MeasuredCase, "row", measured)
     monkeypatch.setattr(acceptance, "teacher_forced", walked)
     monkeypatch.setattr(acceptance, "compile_side_by_side", list)
     flags = ["--model", directory, "--file", file, "--context", CONTEXT, "--temperature", 0, "--max-new-tokens", NEW, "--no-calibrate"]
@@ -203,7 +203,7 @@ def test_without_a_draft_the_baseline_is_measured(monkeypatch, run, directory, f
         raise MemoryError("out of memory")
 
     measured = lambda self, *args: DecodeRow(self.method.name, self.context, self.gamma, "measured")
-    monkeypatch.setattr(decode._Measured, "row", measured)
+    monkeypatch.setattr(decode_case.MeasuredCase, "row", measured)
     monkeypatch.setattr(end_to_end, "int4_model", fail)
     flags = ["--model", directory, "--file", file, "--context", CONTEXT, "--gamma", GAMMA, "--temperature", 0, "--max-new-tokens", NEW]
     code, out, err = run("bench", "end-to-end", *flags, "--json")
