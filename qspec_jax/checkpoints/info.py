@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.formats.weights import Int4Weight
 from qspec_jax.caches.registry import CacheConfig
-from qspec_jax.checkpoints.loading import Outline, outline_of
+from qspec_jax.checkpoints.loading import LoadPlan, load_plan
 from qspec_jax.checkpoints.tensor_names import weight_shapes
 from qspec_jax.errors import InputError
 from qspec_jax.models.experts import is_expert_matrix
@@ -78,17 +78,17 @@ def model_info(directory: str | Path, *, context: int | None = None, cache: Cach
     Raises:
         InputError: as loading does, and for a context below 1.
     """
-    outline = outline_of(directory)
-    dtype = jnp.dtype(outline.dtype)
-    context = outline.config.max_length if context is None else context
+    plan = load_plan(directory)
+    dtype = jnp.dtype(plan.dtype)
+    context = plan.config.max_length if context is None else context
     if context < 1:
         raise InputError(f"context {context} should be at least 1 token")
     with jax.enable_x64(dtype == jnp.float64):
-        return _sizes(outline, dtype, context, cache or CacheConfig())
+        return _sizes(plan, dtype, context, cache or CacheConfig())
 
 
-def _sizes(outline: Outline, dtype: jnp.dtype, context: int, cache: CacheConfig) -> ModelInfo:
-    config, weights = outline.config, outline.weights
+def _sizes(plan: LoadPlan, dtype: jnp.dtype, context: int, cache: CacheConfig) -> ModelInfo:
+    config, weights = plan.config, plan.weights
     own = [w for path, w in weights.items() if is_linear(path) and not isinstance(w, Int4Weight)]
     drafted = [jax.eval_shape(quantize_weight, w) for w in own]
     drafted.append(jax.eval_shape(quantize_rows, weights.get("head", weights["embedding"])))
@@ -107,8 +107,8 @@ def _sizes(outline: Outline, dtype: jnp.dtype, context: int, cache: CacheConfig)
         rope_type=config.rope.rope_type,
         sliding_window=config.sliding_window,
         sliding_layers=len(config.windowed_layers),
-        quantization=outline.quantization,
-        linear_layers=outline.described_linears(),
+        quantization=plan.quantization,
+        linear_layers=plan.described_linears(),
         parameters=sum(numbers.values()),
         token_parameters=sum(numbers.values()) - unread,
         weight_bytes=_bytes(weights),

@@ -228,12 +228,12 @@ def config_and_dtype(directory: str | Path) -> tuple[LlamaConfig, str]:
 
     No weight is read but the scales of those that may stay in INT4. Raises InputError as `load_model`.
     """
-    outline = outline_of(directory)
-    return outline.config, outline.dtype
+    plan = load_plan(directory)
+    return plan.config, plan.dtype
 
 
 @dataclasses.dataclass(frozen=True)
-class Outline:
+class LoadPlan:
     """What `load_model` makes of a checkpoint by default, without the numbers of the weights.
 
     Attributes:
@@ -257,8 +257,8 @@ class Outline:
         return f"{self.quantization + ', ' if self.quantization else ''}{packed} of {len(linears)} stay in INT4"
 
 
-def outline_of(directory: str | Path, *, dtype: str | None = None, weights: str | None = None) -> Outline:
-    """The outline of the model of a checkpoint; no weight is read but the scales of those that may stay in INT4.
+def load_plan(directory: str | Path, *, dtype: str | None = None, weights: str | None = None) -> LoadPlan:
+    """What `load_model` would make of a checkpoint; no weight is read but the scales of those that may stay in INT4.
 
     Args:
         directory, dtype, weights: see `load_model`; the head is as it is stored.
@@ -275,7 +275,7 @@ def outline_of(directory: str | Path, *, dtype: str | None = None, weights: str 
         plain = {path: jax.ShapeDtypeStruct(shape, jnp.dtype(wanted)) for path, shape in weight_shapes(config).items()}
         config = with_packed(config, packed, _stored_group_size(manifest))
         found = {path: stored[path] if path in packed else plain[path] for path in stored}
-        return Outline(dataclasses.replace(config, dtype=manifest.dtype), wanted, None, found)
+        return LoadPlan(dataclasses.replace(config, dtype=manifest.dtype), wanted, None, found)
     source = open_source(directory)
     dtype = jnp.dtype(as_loaded(dtype or default_dtype(source.config, source.directory)))
     packed = packed_paths(source, dtype, linears)
@@ -283,7 +283,7 @@ def outline_of(directory: str | Path, *, dtype: str | None = None, weights: str 
     plain = {path: jax.ShapeDtypeStruct(place.shape, dtype) for path, place in source.places.items()}
     config = with_packed(source.config, packed, _group_size(source, packed))
     weights = plain | {path: _packed_outline(source, path) for path in packed}
-    return Outline(config, dtype.name, source.quantization, weights)
+    return LoadPlan(config, dtype.name, source.quantization, weights)
 
 
 def outline_model(directory: str | Path, *, dtype: str | None = None, weights: str | None = None) -> Llama:
@@ -293,7 +293,7 @@ def outline_model(directory: str | Path, *, dtype: str | None = None, weights: s
     """
     if not converted.is_converted(directory := local(directory)):
         open_source(directory).check_contents()
-    found = outline_of(directory, dtype=dtype, weights=weights)
+    found = load_plan(directory, dtype=dtype, weights=weights)
     model = Llama(found.config, lambda path, shape: found.weights[path])
     return model if WeightsChoice.parse(weights).head_bits == 16 else jax.eval_shape(quantize_head, model)
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from qspec_jax import compile_cache, demo
 from qspec_jax.bench.architectures import architecture
-from qspec_jax.checkpoints.loading import outline_of
+from qspec_jax.checkpoints.loading import load_plan
 from qspec_jax.checkpoints.tokenizers import tokenizer_problem
 from qspec_jax.cli import process
 from qspec_jax.cli.options import Json, megabytes
@@ -57,8 +57,8 @@ def doctor(
     if arch is not None and model is not None:
         raise InputError("--arch and --model exclude each other; give one of them")
     model = demo.MODEL if model is None else model
-    outline = None if arch else outline_of(model)
-    config = outline.config if outline else architecture(arch)
+    plan = None if arch else load_plan(model)
+    config = plan.config if plan else architecture(arch)
     if context is None:
         new = max_new_tokens or min(GenerationConfig.max_new_tokens, config.max_length // 2)
         context = max(1, min(CONTEXT, config.max_length - new))
@@ -80,7 +80,7 @@ def doctor(
         "devices": [{"kind": device.device_kind, "platform": device.platform} for device in jax.local_devices()],
         "memory_bytes": room,
         "model": arch or str(model),
-        "linear_layers": outline.described_linears() if outline else None,
+        "linear_layers": plan.described_linears() if plan else None,
         "context": context,
         "fits": None if fit is None else dataclasses.asdict(fit) | {"short": fit.short},
         "kernels": [dataclasses.asdict(choice) for choice in chosen],

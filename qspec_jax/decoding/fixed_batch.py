@@ -22,7 +22,7 @@ from qspec_jax.decoding.sampling import Sampler, make_sampler
 from qspec_jax.decoding.state import DecodeState, Logprobs, stopped
 from qspec_jax.decoding.text import RowText
 from qspec_jax.decoding.traced_rounds import TracedRounds
-from qspec_jax.decoding.tracing import trace_of
+from qspec_jax.decoding.tracing import DecodedRow, trace_of
 from qspec_jax.errors import InputError
 from qspec_jax.traces.trace import Trace
 
@@ -188,10 +188,13 @@ class Run:
         )
 
     def _trace(self, texts: Sequence[str | None]) -> Trace:
-        of_rows = zip(self.prompts, (row.token_ids for row in self.rows), texts, (row.finish_reason for row in self.rows), strict=True)
+        decoded = [
+            DecodedRow(prompt, row.token_ids, text, row.finish_reason)
+            for prompt, row, text in zip(self.prompts, self.rows, texts, strict=True)
+        ]
         draft = self.engine.draft if self.engine.speculative else None
         about = self.prepared.model, draft, self.prepared.configs[0], self.sampler, self.prepared.tokenizer
-        return trace_of(*about, list(of_rows), self.traced.records, prefill_s=self.prefill_s)
+        return trace_of(*about, decoded, self.traced.records, prefill_s=self.prefill_s)
 
     def _stats(self) -> Stats:
         counts, new = self.counts, np.array([len(row.token_ids) for row in self.rows])

@@ -2,7 +2,7 @@
 
 import datetime
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from qspec_jax import demo
 from qspec_jax.checkpoints.tokenizers import special_tokens
@@ -19,13 +19,29 @@ from qspec_jax.traces.trace import GroupsRead, RoundTrace, RowTrace, Trace
 PROMPT_END = 64  # tokens of a prompt whose text a trace has
 
 
+class DecodedRow(NamedTuple):
+    """A row of a batch that was decoded.
+
+    Attributes:
+        prompt: the tokens of its prompt.
+        token_ids: the new tokens.
+        text: of the new tokens; None for all that they say.
+        finish_reason: what ended it.
+    """
+
+    prompt: Sequence[int]
+    token_ids: Sequence[int]
+    text: str | None
+    finish_reason: str
+
+
 def trace_of(
     model: Llama,
     draft: Draft | None,
     config: GenerationConfig,
     sampler: Sampler,
     tokenizer: Any,
-    rows: Sequence[tuple[Sequence[int], Sequence[int], str | None, str]],
+    rows: Sequence[DecodedRow],
     records: Records,
     *,
     prefill_s: float | None = None,
@@ -39,7 +55,7 @@ def trace_of(
         config: the settings that are shown, those of the first row.
         sampler: the strategy.
         tokenizer: of the texts; None: there are none.
-        rows: of each the tokens of the prompt, the new ones, their text, and what ended it. The text is None for all that they say.
+        rows: what was decoded.
         records: of its rounds.
         prefill_s, forced: see `Trace`.
     """
@@ -61,26 +77,18 @@ def trace_of(
     proposers = tuple(map(name_of_draft, () if draft is None else draft.proposers()))
     group_size = config.cache_config.group_size_for(model.config.head_dim)
     of_rows = zip(rows, records.rounds, records.reads, strict=True)
-    found = [_row_trace(tokenizer, *row, rounds, GroupsRead.of(reads, group_size) if reads else None) for row, rounds, reads in of_rows]
+    found = [_row_trace(tokenizer, row, rounds, GroupsRead.of(reads, group_size) if reads else None) for row, rounds, reads in of_rows]
     names = names_of(tokenizer, found)
     return Trace(settings, about, proposers, greedy, forced, records.phases, records.seconds, prefill_s, found, names)
 
 
-def _row_trace(
-    tokenizer: Any,
-    prompt: Sequence[int],
-    token_ids: Sequence[int],
-    text: str | None,
-    finish_reason: str,
-    rounds: list[RoundTrace],
-    reads: GroupsRead | None,
-) -> RowTrace:
+def _row_trace(tokenizer: Any, row: DecodedRow, rounds: list[RoundTrace], reads: GroupsRead | None) -> RowTrace:
     """The trace of a row; see `trace_of` and `RowTrace`."""
     end = pieces = None
     if tokenizer is not None:
-        end = text_of(tokenizer, [int(token) for token in prompt[-PROMPT_END:]]).lstrip("\N{REPLACEMENT CHARACTER}")
-        pieces = pieces_of(tokenizer, prompt, token_ids, text)
-    return RowTrace(len(prompt), end, list(token_ids), pieces, finish_reason, rounds, reads)
+        end = text_of(tokenizer, [int(token) for token in row.prompt[-PROMPT_END:]]).lstrip("\N{REPLACEMENT CHARACTER}")
+        pieces = pieces_of(tokenizer, row.prompt, row.token_ids, row.text)
+    return RowTrace(len(row.prompt), end, list(row.token_ids), pieces, row.finish_reason, rounds, reads)
 
 
 def pieces_of(tokenizer: Any, prompt: Sequence[int], token_ids: Sequence[int], text: str | None) -> list[str]:

@@ -20,7 +20,7 @@ from qspec_jax.decoding.prefill import Executables
 from qspec_jax.decoding.requests import check_draft_room, checked_prompts
 from qspec_jax.decoding.sampling import Sampler, make_sampler, prompt_keys
 from qspec_jax.decoding.traced_rounds import Records
-from qspec_jax.decoding.tracing import trace_of
+from qspec_jax.decoding.tracing import DecodedRow, trace_of
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.walk import WALK, traced_walk
@@ -220,7 +220,7 @@ class _Forced:
 
     def _trace(self, records: Records) -> Trace:
         walked = self.real[:, : self.new].tolist()
-        rows = [(prompt, tokens, None, "the end of the text") for prompt, tokens in zip(self.prompts, walked, strict=True)]
+        rows = [DecodedRow(prompt, tokens, None, "the end of the text") for prompt, tokens in zip(self.prompts, walked, strict=True)]
         config = dataclasses.replace(self.config, draft=self.engine.draft)
         about = self.model, self.engine.draft, config, self.sampler, self.tokenizer
         return trace_of(*about, rows, records, forced=True)
