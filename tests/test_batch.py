@@ -46,6 +46,7 @@ def test_rows_are_as_alone(model, tokenizer, draft):
     assert [dataclasses.replace(result, index=0) for result in shuffled] == [dataclasses.replace(whole[i], index=0) for i in order]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", ["quantspec", "none"])
 def test_rows_are_those_of_generate(name, model, draft):
     config, draft = dataclasses.replace(CONFIG, draft=name, max_new_tokens=30, temperature=0.8), None if name == "none" else draft
@@ -57,6 +58,7 @@ def test_rows_are_those_of_generate(name, model, draft):
     assert [result.stats for result in results] == alone.stats.rows
 
 
+@pytest.mark.system
 def test_every_slot_works_while_prompts_wait(model, draft):
     r = np.random.default_rng(0)
     lengths = np.exp(r.uniform(np.log(4), np.log(64), 24)).astype(int)
@@ -106,6 +108,7 @@ def test_stop_strings_and_sequences(model, tokenizer, draft):
     assert outcome(run_batch(model, with_draft(stopped, draft), batch_size=3, tokenizer=tokenizer, refill=False)) == results
 
 
+@pytest.mark.system
 def test_a_stop_sequence_is_found_across_rounds_and_not_in_the_prompt(model, draft):
     config = dataclasses.replace(CONFIG, max_new_tokens=30)
     request = Request([7, 8, 9], config, KEY)
@@ -120,6 +123,7 @@ def test_a_stop_sequence_is_found_across_rounds_and_not_in_the_prompt(model, dra
     assert last.token_ids == tokens and last.finish_reason == "length"
 
 
+@pytest.mark.system
 def test_a_first_token_that_ends_a_row(model, tokenizer, draft):
     """Its counts too are as if it were alone, though its neighbour has ended as well."""
     requests = [Request([3907], dataclasses.replace(CONFIG, max_new_tokens=new), KEY) for new in (20, 1, 20)]
@@ -194,6 +198,7 @@ def test_seconds_are_all_that_pass_but_the_readers(stop, model, tokenizer, draft
     assert len(rows) == 6 and any(rows[-1].made < at < rows[-1].ready for at in called) == (not stop)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("refill", [True, False])
 def test_a_first_token_that_stops_a_row_in_a_slot_that_stood_empty(refill, model, tokenizer, draft, paged, monkeypatch):
     """The host alone knows that it is over: the device must run it no further, for its pages are another row's then."""
@@ -241,6 +246,7 @@ PARTS = {
 }
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("method", "layers"),
     [
@@ -314,6 +320,7 @@ def test_a_run_that_is_over_holds_nothing_on_the_device(results, model, draft):
         gc.enable()
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("method", ["none", pytest.param("sparse", marks=pytest.mark.system)])
 def test_short_prompts_are_prefilled_together(method, model, paged, monkeypatch):
     """Two at a time, if both are short and there are two slots: the same results, and lines begin in their order."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rich.console
+from tiers import in_system
 
 from pallas_kernels.attention import decode_attention
 from pallas_kernels.formats.views import DenseView
@@ -251,12 +252,13 @@ def test_json(run):
         assert rows["torch_flash"]["status"] == rows["flashinfer"]["status"] == "unavailable"
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("shape", "flags", "name"),
     [
         pytest.param("tiny-int4-T1-256", ["--listed", 0.4], "tiny-int4-T1-256-listed-0.4", marks=pytest.mark.system),
         pytest.param("tiny-int8", ["--observe"], "tiny-int8-T3-ragged-observed", marks=pytest.mark.system),
-        ("tiny-int8", ["--observe", "--append"], "tiny-int8-T3-ragged-appended-observed"),
+        *in_system(("tiny-int8", ["--observe", "--append"], "tiny-int8-T3-ragged-appended-observed")),
         ("tiny-int4-T1-256", ["--listed", 0.4, "--append"], "tiny-int4-T1-256-appended-listed-0.4"),
         ("tiny-bf16", ["--append"], "tiny-bf16-T3-ragged-appended"),
     ],
@@ -392,6 +394,7 @@ def test_bytes_of_a_flush():
     assert flush.bytes_moved(SHAPES["tiny-int4-T1-256"]) == 2 * (2 * (136 + 72) * 64 * 2 + 2 * 64 * 64 + 4 * 2 * 64)
 
 
+@pytest.mark.system
 def test_flush(run):
     code, out, err = run("bench", "flush", "--shape", "tiny-int8", "--repeats", 2, "--gamma", 3, "--layers", 1, "--json")
     assert (code, err) == (0, "")

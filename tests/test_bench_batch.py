@@ -16,6 +16,7 @@ from qspec_jax.errors import InputError
 SIZES = ["--prompts", 5, "--batch-size", 2, "--prompt-tokens", "4-9", "--new-tokens", "3-12"]
 
 
+@pytest.mark.system
 def test_json(run, one_layer, monkeypatch):
     waited_for, wait = [], jax.block_until_ready
     monkeypatch.setattr(batch.jax, "block_until_ready", lambda tree: waited_for.append(tree) or wait(tree))
@@ -45,6 +46,7 @@ def test_json(run, one_layer, monkeypatch):
         )
 
 
+@pytest.mark.system
 def test_table_of_a_checkpoint(run, directory, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("import os\nfor name in os.listdir():\n    print(name)\n" * 3)

@@ -46,6 +46,7 @@ def test_a_baseline_that_host_memory_cannot_hold(run, one_layer, monkeypatch):
     assert step["cache_bytes"] == there["cache_bytes"] and step["ms_per_token"] == step["steps"]["target"]["timing"]["median_us"] / 1e3
 
 
+@pytest.mark.system
 def test_lossy_caches(run, one_layer, caplog):
     """What a pass over them reads is counted, and what it fetches from host memory, the guess included."""
     caches = ("kivi:bits=1,residual=64", "specache:bits=1,residual=64,k=8,host=store", "specache:bits=1,residual=64,k=8,fetch=now")

@@ -85,6 +85,7 @@ def decoded_batches(small_model):
         return list(zip(decode_rows.compared(list(rows)), states, strict=True))
 
 
+@pytest.mark.system
 def test_batches_are_measured_at_each_size(decoded_batches):
     rows = [row for row, _ in decoded_batches]
     assert [(row.batch_size, row.method, row.status, row.note) for row in rows] == [
@@ -244,6 +245,7 @@ def test_what_was_given_out_of_a_devices_memory(run, monkeypatch):
         assert shown == (found is not None)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("draft", [pytest.param("streaming-llm", marks=pytest.mark.system), "snapkv:cache=int8,generated=1"])
 def test_a_draft_with_a_cache_of_its_own_is_timed(run, one_layer, draft):
     code, out, _ = run(*FAST, "--draft", draft, "--simulate-ratio", 0.8, "--json")
@@ -255,6 +257,7 @@ def test_a_draft_with_a_cache_of_its_own_is_timed(run, one_layer, draft):
     assert row["byte_limit"] > 0
 
 
+@pytest.mark.system
 def test_a_step_that_cannot_be_compiled_is_one_row_and_keeps_nothing(one_layer, monkeypatch):
     model = random_model(architecture("tiny"))
 
@@ -294,6 +297,7 @@ def test_a_draft_beside_layers_with_a_window_is_timed(run, tmp_path):
     assert code == 0 and (row["status"], row["note"]) == ("measured", "") and row["steps"]["flush due"]["timing"]["median_us"] > 0
 
 
+@pytest.mark.system
 def test_random_weights_need_no_more_than_a_config(run, one_layer, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(ARCHITECTURES["tiny"]), encoding="utf-8")
     flags = ["--random-weights", "--method", "autoregressive", "--context", 64, "--max-new-tokens", 32, "--repeats", 1, "--json"]
@@ -311,6 +315,7 @@ def test_random_weights_need_no_more_than_a_config(run, one_layer, tmp_path):
     assert code == 2 and "--weights dequantized needs a quantized checkpoint" in err
 
 
+@pytest.mark.system
 def test_table_of_real_acceptance(run, one_layer, tmp_path, caplog):
     path = tmp_path / "decode.png"
     plot = ["--plot", path] if importlib.util.find_spec("matplotlib") else []

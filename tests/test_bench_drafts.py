@@ -10,6 +10,7 @@ from qspec_jax.decoding.generate import generate
 SIZES = ["--context", 12, "--max-new-tokens", 6]
 
 
+@pytest.mark.system
 def test_medians_over_turns(monkeypatch, run, one_layer):
     """Ratios are of decodes of one turn; what compiles, the first turn, does not count."""
     asked, speeds = [], {"none, full": 10.0, "none, int8": 5.0, "auto, int8": 5.0, "quantspec, int8": 2.0}

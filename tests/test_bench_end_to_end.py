@@ -70,6 +70,7 @@ def test_texts_are_spread_and_do_not_overlap():
         cut(range(35), 36, 2)
 
 
+@pytest.mark.system
 def test_rows(report):
     assert named(report.rows) == ROWS
     assert {(row.status, row.note) for row in report.rows} == {("measured", "")}

@@ -12,6 +12,7 @@ SIZES = ["--question-tokens", 8, "--answer-tokens", 6, "--sample-tokens", 6, "--
 FAST = ["bench", "states", "--arch", "tiny", "--context", 300, *SIZES]
 
 
+@pytest.mark.system
 def test_what_is_read_and_generated(monkeypatch, run, one_layer):
     """A document is read once from a state, and for each question else; warming up is not timed."""
     batches, generated = [], []
@@ -54,6 +55,7 @@ def test_what_is_read_and_generated(monkeypatch, run, one_layer):
 TASKS = (states.FIRST_TOKEN, states.QUESTIONS, states.SAMPLES)
 
 
+@pytest.mark.system
 def test_the_table_and_the_plot(run, one_layer, tmp_path):
     flags = ["--context", 40, "--questions", 2, "--samples", 0, "--draft", "none", "--batch-size", 2, "--plot", tmp_path / "a.svg"]
     code, out, err = run(*FAST, *flags)

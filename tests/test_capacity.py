@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from problems.batch import CONFIG, outcome, some_requests
 from runs import with_draft
+from tiers import in_system
 
 from qspec_jax import drafts
 from qspec_jax.checkpoints.loading import load_model
@@ -57,7 +58,7 @@ def test_rows_without_pages():
     assert divided(29, 30, 0, None, 2) is None
 
 
-@pytest.mark.parametrize("kind", ["int8", "full"])
+@pytest.mark.parametrize("kind", ["full", *in_system("int8")])
 def test_what_is_made_fits(model, monkeypatch, caplog, kind):
     """The batch and two rows beside it take no more than was free, and the results are the same."""
     requests, draft, made, batch_of = some_requests(9), None, [], Engine.batch_of

@@ -279,6 +279,7 @@ def test_ctrl_c_at_work_and_at_the_prompt(monkeypatch):
     assert signal.getsignal(signal.SIGINT) == before
 
 
+@pytest.mark.system
 def test_prefill_and_generate_from_the_state(run, fails, talks, tmp_path, caplog):
     """The same text as from the prompt itself; other prompts continue the same state."""
     document, saved = tmp_path / "a.py", tmp_path / "a.state"
@@ -338,6 +339,7 @@ def test_prefill_is_refused_before_it_reads(fails, talks, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.py"]
 
 
+@pytest.mark.system
 def test_scores_are_those_of_python(run, fails, talks, network, tokenizer, tmp_path):
     document = tmp_path / "a.py"
     document.write_text("def main():\n    return 1\n")

@@ -133,6 +133,7 @@ def test_generate_json_has_the_promised_fields(run, directory, tmp_path):
         assert stats[name] == sum(row[name] for row in stats["rows"])
 
 
+@pytest.mark.system
 def test_methods_and_streaming_agree(run, directory):
     """Greedy: quantspec, its INT8 target one token at a time, and the streamed text are the same."""
     base = ["generate", "--model", directory, "--prompt", "class Reader:", *SETTINGS, "--dtype", "float32"]
@@ -158,6 +159,7 @@ def test_the_seed_that_is_used_is_said(run, directory, caplog):
     assert not any("--seed" in message for message in caplog.messages)
 
 
+@pytest.mark.system
 def test_equal_samples_are_said(run, directory, caplog, tmp_path):
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "a", "n": 2}))
     batch = ["batch", "--model", directory, *SETTINGS, "--overwrite", tmp_path / "in.jsonl", tmp_path / "out.jsonl"]
@@ -168,6 +170,7 @@ def test_equal_samples_are_said(run, directory, caplog, tmp_path):
             assert any("because decoding is greedy" in message for message in caplog.messages) is says
 
 
+@pytest.mark.system
 def test_prompts_and_samples_are_counted_apart(run, directory, tmp_path):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     for samples, said in ((3, "2 prompts, 4 samples, "), (1, "2 prompts, ")):
@@ -178,6 +181,7 @@ def test_prompts_and_samples_are_counted_apart(run, directory, tmp_path):
     assert code == 0 and (json.loads(text)["prompts"], json.loads(text)["samples"]) == (2, 2)
 
 
+@pytest.mark.system
 def test_the_seed_of_lines_that_sample_is_said(run, directory, caplog, tmp_path):
     for own, says in (({}, True), ({"seed": 3}, False)):
         (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "a", "temperature": 1} | own) + "\n" + json.dumps({"prompt": "b"}))
@@ -195,6 +199,7 @@ def test_a_prompt_is_called_by_its_file(fails, directory, tmp_path):
     fails([*base, long], f"error: {long} of ", "128 positions")
 
 
+@pytest.mark.system
 def test_float64_runs_in_a_process_of_its_own(directory):
     """The flag turns on 64-bit JAX for the whole process, so it is tried in another one."""
     command = [
@@ -347,6 +352,7 @@ def test_without_drafts_the_table_says_so(run, directory):
     assert code == 0 and err.split()[0] == "none"
 
 
+@pytest.mark.system
 def test_acceptance_needs_drafts_and_room(fails):
     fails(["eval", "acceptance", "--gamma", "0", "--prompt-tokens", "64"], "--gamma 0")
     fails(["eval", "acceptance", "--max-new-tokens", "1", "--prompt-tokens", "64"], "max_new_tokens 1 should be at least 3")

@@ -58,6 +58,7 @@ def test_what_is_missing_behind_a_full_acceptance_is_seen(model, monkeypatch):
     assert accepted(model, draft, num_speculative_tokens=3) < 0.9
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("gamma", "text"),
     [
@@ -98,6 +99,7 @@ def after_rounds(model, prompts, text: str, rounds: int, **settings):
     return draft, state, tokens
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("positions", "cache", "rounds"),
     [
@@ -143,6 +145,7 @@ def test_sinks_in_8_bits_are_encoded_once():
     assert (state.draft.cache.taken > 16).all()
 
 
+@pytest.mark.system
 def test_sinks_move_by_the_angles_of_a_type_that_scales_attention():
     """YaRN multiplies keys by its attention factor, once."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
@@ -227,6 +230,7 @@ def test_a_row_that_has_ended_does_not_change(model):
     assert state.draft.cache.taken[0] > 30
 
 
+@pytest.mark.system
 def test_more_of_the_context_is_more_accepted(shallow):
     few, many = (accepted(shallow, make_draft(f"streaming-llm:budget={budget},sinks=2", shallow)) for budget in (6, 30))
     assert few < many < 1  # 1 with all of it: test_a_draft_that_reads_everything_is_always_accepted

@@ -123,6 +123,7 @@ def test_where_nothing_can_be_written(filled, tmp_path):
     assert found["found"] == filled[1]["found"] and "compiled programs cannot be kept" in line
 
 
+@pytest.mark.system
 def test_processes_share_a_folder(filled, tmp_path):
     processes = [start(tmp_path / "shared") for _ in range(3)]
     for process in processes:

@@ -232,15 +232,18 @@ def test_the_loop_makes_nothing_of_cache_size(kind, batch, gamma):
     assert faults(kind, batch, gamma) == []
 
 
+@pytest.mark.system
 def test_nor_does_it_when_it_samples():
     assert faults("int8", 1, 4, temperature=1.0) == []
 
 
+@pytest.mark.system
 def test_nor_does_it_when_it_observes():
     """The second reader of the cache, too, has read it before it is flushed."""
     assert faults("int8", 1, 3, draft="sparse:budget=0.03") == []
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("draft", ["snapkv:budget=32768", "streaming-llm:budget=32768,cache=int8"])
 def test_nor_of_a_drafts_own_cache(draft):
     """Half as many tokens as the target's cache has room for; smaller arrays count as large here, and are none of the cache's."""

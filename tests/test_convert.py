@@ -15,6 +15,7 @@ import simulated_devices
 from checkpoints import CASES, hf_config, random_tensors, write_checkpoint
 from conversions import bits, files, refused
 from safetensors.numpy import load_file
+from tiers import in_system
 
 from convert import by_rows, convert, export, to_hf, verify
 from convert.by_rows import draft_error
@@ -40,9 +41,8 @@ FAMILIES = ["llama-biases", "qwen3-biases", "mistral-default", "phi3-longrope", 
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
-        *(("llama-biases", "float32"), ("phi3-longrope", "bfloat16"), ("smollm3-interval", "float32")),
-        *(pytest.param(case, "float32", marks=pytest.mark.system) for case in FAMILIES if case not in ("llama-biases", "smollm3-interval")),
-        pytest.param("llama-biases", "bfloat16", marks=pytest.mark.system),
+        *(("llama-biases", "float32"), ("phi3-longrope", "bfloat16")),
+        *in_system(*((case, "float32") for case in FAMILIES[1:]), ("llama-biases", "bfloat16")),
     ],
 )
 def test_a_converted_model_is_the_one_that_is_loaded_directly(case, dtype, tmp_path, monkeypatch):
@@ -70,7 +70,7 @@ def test_dtypes(stored, converted, loaded, tmp_path):
     assert bits(load_model(tmp_path / "out", dtype=loaded)) == bits(load_model(source, dtype=loaded or converted))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", *in_system("bfloat16")])
 def test_the_draft_is_the_one_that_is_made_of_the_model(dtype, tmp_path, monkeypatch):
     for name in ("BATCH_BYTES", "LOADED_BYTES"):
         monkeypatch.setattr(converted, name, 30_000)

@@ -111,6 +111,7 @@ def test_bench_compares_them_with_one(run, one_layer, two_devices):
     assert report["devices_speedup"] == rows["several devices"]["tokens_per_second"] / rows["refilled"]["tokens_per_second"]
 
 
+@pytest.mark.system
 def test_more_devices_than_requests(model):
     run = run_batch(model, some_requests(2), devices=jax.devices()[:1] * 3)
     assert len(tokens_of(run)) == run.stats.prompts == 2

@@ -11,6 +11,7 @@ from models import one_bit, target_logits
 from runs import prepared, random_model, random_prompts, run_rounds
 from scipy.special import softmax
 from scipy.stats import chisquare
+from tiers import in_system
 
 from pallas_kernels.formats.quantization import SCHEMES
 from qspec_jax.decoding.config import GenerationConfig
@@ -21,7 +22,6 @@ from qspec_jax.drafts import quantspec
 G = 4
 LENGTHS = (1, G - 1, G, G + 1, 2 * G - 1, 2 * G, 2 * G + 1, 5 * G + 3)
 GAMMAS = (1, 4, 2 * G)
-MORE_GAMMAS = tuple(pytest.param(gamma, marks=pytest.mark.system) for gamma in (2, 6))
 NEW = 6 * G  # three flushes and more, also after a prompt of one token
 QUANTSPEC = GenerationConfig(draft="quantspec", max_new_tokens=NEW, group_size=G, ignore_eos=True)
 TARGET = dataclasses.replace(QUANTSPEC, draft="none", cache="int8")
@@ -69,7 +69,7 @@ def check_lengths(prompts, run) -> None:
 # The target ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheme", ["int8_first", pytest.param("paper", marks=pytest.mark.system), "one_bit"])
+@pytest.mark.parametrize("scheme", ["int8_first", *in_system("paper", "one_bit")])
 def test_one_by_one_decoding_is_the_int8_target(float64, scheme):
     model, _ = model_and_draft("float64")
     prompts = prompts_of(LENGTHS)
@@ -85,7 +85,7 @@ def test_with_a_full_cache_it_is_the_model_itself(float64):
     check_greedy(model, prompts, run, None)
 
 
-@pytest.mark.parametrize("gamma", [*GAMMAS, *MORE_GAMMAS])
+@pytest.mark.parametrize("gamma", [4, *in_system(1, 2, 6, 8)])
 def test_quantspec_on_a_coarse_target(float64, gamma):
     """Every prompt length in one batch, twice; a wrong schedule reads other codes, which one bit does not forgive."""
     model, draft = model_and_draft("float64", 1)
@@ -101,6 +101,7 @@ def test_quantspec_on_a_coarse_target(float64, gamma):
 
 
 # Batches of three with the other gammas: test_exactness.py. One layer compiles in half the time. Every gamma: the test above.
+@pytest.mark.system
 @pytest.mark.parametrize("batch, gamma, layers", [(3, 4, 2), *(pytest.param(1, gamma, 1, marks=pytest.mark.system) for gamma in GAMMAS)])
 def test_float32_against_a_baseline_padded_to_as_many_rows(batch, gamma, layers):
     model, draft = model_and_draft("float32", layers)

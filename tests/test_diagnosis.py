@@ -100,6 +100,7 @@ def test_doctor_says_what_to_do(monkeypatch, tmp_path, run, case):
     assert re.search(r"^attention +Triton +Pallas Mosaic GPU: needs more", out, re.M)
 
 
+@pytest.mark.system
 def test_a_jax_that_cannot_start_is_no_traceback(directory):
     for command in (["doctor"], ["generate", "--model", directory, "--prompt", "x"]):
         done = subprocess.run(

@@ -237,6 +237,7 @@ def test_the_readmes_python_runs(directory, capsys):
     assert names["out"].text[0] in capsys.readouterr().out
 
 
+@pytest.mark.system
 def test_the_python_pages_code_runs(directory):
     """All blocks of docs/python.md, one after the other."""
     names = {}
@@ -250,6 +251,7 @@ def test_the_python_pages_code_runs(directory):
     assert names["cache"].lengths.total.tolist() == [len(names["text"]) + 4]
 
 
+@pytest.mark.system
 def test_the_code_of_the_page_on_states_runs(directory, tmp_path, monkeypatch):
     names = {}
     page = "\n".join(blocks(ROOT / "docs" / "states.md", "python")).replace(EMBEDDED, str(directory))

@@ -9,6 +9,7 @@ import pytest
 from checkpoints import hf_config, write_checkpoint
 from markov import DRAFTS, ROWS, TABLE, Markov, MarkovDraft, MarkovSteps, V, counted, filtered, loop_of_its_own, p_value
 from runs import prepared, random_model, random_prompts, run_rounds, with_draft
+from tiers import in_system
 
 from pallas_kernels.attention import reference
 from pallas_kernels.formats.views import BOTH_PLANES
@@ -59,9 +60,11 @@ NO_STATE = ((), ())
     ("options", "middle", "small"),
     [
         (SAMPLERS[1], "another table", "uniform"),
-        (SAMPLERS[2], "the target", "another table"),
-        (SAMPLERS[3], "uniform", "the target"),
-        *(pytest.param(SAMPLERS[i], "another table", "uniform", marks=pytest.mark.system) for i in (0, 2, 3)),
+        *in_system(
+            (SAMPLERS[2], "the target", "another table"),
+            (SAMPLERS[3], "uniform", "the target"),
+            *((SAMPLERS[i], "another table", "uniform") for i in (0, 2, 3)),
+        ),
     ],
     ids=str,
 )
@@ -240,11 +243,13 @@ def small(tmp_path_factory):
     ("text", "settings"),
     [
         (SPARSE, {"adaptive": True, "min_draft_confidence": 0.1}),
-        ("streaming-llm:budget=12,sinks=3", {"temperature": 0.9, "top_k": 9}),
-        ("snapkv:budget=36,generated=5", {"adaptive": True, "min_draft_confidence": 0.1}),
-        ("retrieval:budget=44,chunk=2,rebuild=5,least_accepted=0.3,generated=7", ALL),
-        ("triforce:model={directory},gamma1=3,sinks=2,window=9,middle=(sparse:budget=0.2,min_groups=2)", {}),
-        (f"{SECOND},reads=window,sinks=2,window=9", ALL),
+        *in_system(
+            ("snapkv:budget=36,generated=5", {"adaptive": True, "min_draft_confidence": 0.1}),
+            ("streaming-llm:budget=12,sinks=3", {"temperature": 0.9, "top_k": 9}),
+            ("retrieval:budget=44,chunk=2,rebuild=5,least_accepted=0.3,generated=7", ALL),
+            ("triforce:model={directory},gamma1=3,sinks=2,window=9,middle=(sparse:budget=0.2,min_groups=2)", {}),
+            (f"{SECOND},reads=window,sinks=2,window=9", ALL),
+        ),
         # Of the same kinds: other scores of groups and chunks, and drafts of two.
         *(
             pytest.param(text, ALL, marks=pytest.mark.system)
@@ -411,6 +416,7 @@ def test_drafts_that_choose_groups_need_the_int8_cache(model, text):
         dataclasses.replace(CONFIG, draft=text, cache="full")
 
 
+@pytest.mark.system
 def test_drafts_that_keep_the_prompt_are_replaced_in_a_batch(model):
     """Prompts of several buckets, whose tokens are the draft's state; it proposes the token that came last before the same one."""
 

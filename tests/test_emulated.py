@@ -41,6 +41,7 @@ def both_caches(scheme):
 # The stored format's own quantizer ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 def test_decoding_is_that_of_the_hierarchical_cache(float64):
     """Rows of all kinds of lengths, through eight flushes and more: the same probabilities, for draft and target."""
     model = random_model(jnp.float64, num_hidden_layers=1)
@@ -97,6 +98,7 @@ def test_what_is_read_is_what_the_hierarchical_cache_stores(dtype, scheme):
     np.testing.assert_array_equal(found[0].lengths.quantized, [0, G, 4 * G])
 
 
+@pytest.mark.system
 def test_acceptance_is_that_of_the_hierarchical_cache(float64):
     """Greedy drafts from the upper plane alone, along two texts."""
     model = random_model(jnp.float64, num_hidden_layers=1)
@@ -200,6 +202,7 @@ def file(tmp_path_factory):
 SIZES = ["--prompt-tokens", 40, "--max-new-tokens", 24, "--group-size", 8]
 
 
+@pytest.mark.system
 def test_eval_quantizers(run, directory, file, tmp_path):
     plot, short = tmp_path / "plot.svg", tmp_path / "short.py"
     short.write_text("import os\n")

@@ -38,6 +38,7 @@ def file(tmp_path_factory):
     return path
 
 
+@pytest.mark.system
 def test_gammas_in_one_run_are_as_alone(run, directory, file):
     base = ["eval", "acceptance", "--model", directory, "--file", file, *SIZES, "--temperature", 0, "--json"]
     code, out, err = run(*base, "--gamma", "1,3")
@@ -81,6 +82,7 @@ def test_drafts_side_by_side(run, directory, file):
     assert [lines.count(part) for part in parts] == [1, 1, 1, 1]
 
 
+@pytest.mark.system
 def test_budgets_contexts_and_what_they_read(run, directory, file, tmp_path):
     """A draft with a budget once for each, others once; more of a budget reads and covers more, and the plot has a panel for a context."""
     drafts = ["--draft", "quantspec:weight_bits=16", "--draft", "exact-topk:unit=token,weight_bits=16"]
@@ -101,6 +103,7 @@ def test_budgets_contexts_and_what_they_read(run, directory, file, tmp_path):
     assert (tmp_path / "bytes.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.system
 def test_what_drafts_with_caches_of_their_own_cover():
     """All of the attention where they hold everything; and sinks count where the text has them, wherever the draft numbers them."""
     model, texts = random_model(jnp.float32, num_hidden_layers=1), random_prompts([60, 48])
@@ -224,6 +227,7 @@ def test_measurements_compiled_together_are_as_alone(monkeypatch):
     assert list(acceptance.teacher_forced_in_turn(runs)) == [acceptance.teacher_forced(*run) for run in runs]
 
 
+@pytest.mark.system
 def test_traced_measurements_are_those_without_a_trace(run, fails, directory, file, tmp_path):
     """One entry of the page for each measurement, whose sums are those of the report; along a text its own tokens follow each round."""
     base = ["eval", "acceptance", "--model", directory, "--file", file, *SIZES, "--temperature", 0, "--gamma", 3, "--json"]

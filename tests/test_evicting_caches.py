@@ -152,6 +152,7 @@ def test_a_prompt_s_last_queries_count(size):
         np.testing.assert_allclose(prompt_mass(*map(jnp.asarray, (queries, keys, n))), expected, atol=1e-12)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("cache", ["streaming-llm:sinks=0,window=90", "h2o:heavy=90,recent=5"])
 def test_a_window_as_long_as_the_text_is_the_full_cache(cache):
     with jax.enable_x64(True):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from markov import Markov, MarkovDraft, MarkovSteps
 from runs import prepared, random_model, random_prompts, run_rounds, with_draft
+from tiers import in_system
 
 from pallas_kernels.formats import kv_cache, quantization
 from pallas_kernels.formats.views import BOTH_PLANES
@@ -125,8 +126,7 @@ def check_schedule(run, lengths, config, *, gammas=None, some_rounds_without=Fal
 GRID = [*itertools.product(LENGTHS, GAMMAS)]
 
 
-# One draft a round is among the longer tests: test_decode.py has it, too.
-@pytest.mark.parametrize("gamma", [pytest.param(1, marks=pytest.mark.system), 4, max(GAMMAS)])
+@pytest.mark.parametrize("gamma", [max(GAMMAS), *in_system(1, 4)])
 def test_greedy_quantspec_is_its_target(model, targets, gamma):
     config = dataclasses.replace(QUANTSPEC, num_speculative_tokens=gamma)
     if gamma == max(GAMMAS):
@@ -171,12 +171,11 @@ def drafts(model):
 
 
 KINDS = [*OTHERS, "two levels", "triforce", "small model", "a lookup or a window", "a lookup or sparse"]
-# Those that differ little from others are among the longer tests: choices by another score, or parts of a combined draft; so do those
-# whose greedy tokens test_drafts.py has, in batches whose rows are replaced.
-MORE = (*(OTHERS[i] for i in (1, 3, 5, 6, 7, 8, -2, -1)), "triforce", "small model", "a lookup or sparse")
+# One that the model itself makes, and one that needs no model; others, in batches whose rows are replaced: test_drafts.py.
+FIRST = (OTHERS[0], "prompt-lookup")
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.system) if kind in MORE else kind for kind in KINDS])
+@pytest.mark.parametrize("kind", [*FIRST, *in_system(*(kind for kind in KINDS if kind not in FIRST))])
 def test_greedy_tokens_of_other_drafts_are_the_targets(model, targets, drafts, kind):
     """What the targets emit alone; these drafts alone are here and in test_drafts.py."""
     lengths, gammas = zip(*GRID)
@@ -213,6 +212,7 @@ class LongBlocksWithRows(LongBlocks):
         return self.gamma1
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("kind", [TriForceDraft, LongBlocks, pytest.param(LongBlocksWithRows, marks=pytest.mark.system)])
 def test_a_middle_that_reads_the_targets_cache_has_room_in_it(model, targets, drafts, kind):
     """Every draft is accepted; what a longer block feeds beyond the room for the round is clamped onto rows that are valid."""
@@ -266,6 +266,7 @@ def coarse_runs(model, scheme):
         yield n, config, run_rounds(model, random_prompts([n]), config, draft=draft)
 
 
+@pytest.mark.system
 def test_a_coarse_target_is_met_too(model, targets, one_bit):
     expected, differing = coarse_targets(model, one_bit), 0
     for n, config, run in coarse_runs(model, one_bit):

@@ -278,6 +278,7 @@ def test_a_draft_in_int4_has_the_experts_of_the_target(directory, caplog):
     assert len(list(filter(is_expert_matrix, drafted))) == 3 and not any(is_linear(p) for p in own if is_expert_matrix(p))
 
 
+@pytest.mark.system
 def test_a_state_goes_on(directory, tmp_path):
     with jax.enable_x64(True):
         model = load_model(directory(EXPERTS), dtype="float64", progress=False)

@@ -28,6 +28,7 @@ from conversions import bits
 from quantized_checkpoints import make_quantized, write_safetensors
 from safetensors.numpy import load_file
 from test_model import one_pass
+from tiers import in_system
 
 from convert import convert, export, verify
 from pallas_kernels.formats.views import BOTH_PLANES
@@ -60,7 +61,7 @@ FAMILIES = [name for name in FAMILY_CASES if name not in ("granite-biases", "phi
 DIFFERENT = ["olmo2-widths", "glm4-partial", "hunyuan-alpha", "apertus-xielu", "ministral3-scaled", "qwen3_moe-experts"]
 WITH_WINDOWS = [name for name in WINDOW_CASES if name != "mistral-window"]  # which has no layer without one
 # With drafts; others are among the longer tests: activations alone, one more form of RoPE, and windows without an offset of norms.
-DRAFTED = [*(name for name in DIFFERENT if name not in ("apertus-xielu", "glm4-partial")), "granite-multipliers", "gemma3-window"]
+DRAFTED = ["gemma3-window"]
 # With a draft that observes attention, after norms of queries and keys; with windows: test_sliding.py.
 OBSERVED = ["olmo2-widths"]
 # With a draft that has a cache of its own: what keys, and queries, go through.
@@ -198,9 +199,7 @@ def test_a_plan_says_where_there_is_no_fused_kernel(name):
 # With drafts ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", [*DRAFTED, *(pytest.param(name, marks=pytest.mark.system) for name in FAMILIES + WITH_WINDOWS if name not in DRAFTED)]
-)
+@pytest.mark.parametrize("name", [*DRAFTED, *in_system(*(name for name in FAMILIES + WITH_WINDOWS if name not in DRAFTED))])
 def test_drafts_emit_the_targets_tokens(directory, small, name):
     """Greedily, in float64, with the same log-probabilities; and a draft that reads everything is always accepted, so that draft and target
     do the same to queries."""
@@ -222,6 +221,7 @@ def test_drafts_emit_the_targets_tokens(directory, small, name):
             assert run("streaming-llm:budget=120,weight_bits=16", "full").stats.draft_acceptance_rate == 1
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("cache", ["kivi:residual=8", pytest.param("specache:bits=1,residual=16,k=3", marks=pytest.mark.system)])
 def test_caches_of_few_bits_score_what_they_generate(small, cache):
     """KIVI's and SpeCache's hold the keys of a model whose norms and RoPE are not Llama's: one token at a time as in one pass."""
@@ -237,6 +237,7 @@ def test_caches_of_few_bits_score_what_they_generate(small, cache):
         assert np.abs(np.subtract(found.logprobs[0], exact.logprobs[0])).max() > 1e-3, "the cache is read"
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", [*SKIPPED, *(pytest.param(name, marks=pytest.mark.system) for name in DIFFERENT if name not in SKIPPED)])
 def test_skipped_sublayers(directory, name):
     """By one program for all choices as by a program of their own, whatever is between two attentions."""
@@ -255,6 +256,7 @@ def test_skipped_sublayers(directory, name):
             assert ({path.split(".")[1] for path in unread} == set()) == (not skipped)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", ["olmo2-widths", "glm4-partial", "apertus-xielu", "gemma3-window", "qwen3_moe-mixed"])
 def test_calibration(directory, name):
     """For the inputs that the linear layers have: after no norm, after one of two, without a gate, and beside experts."""
@@ -269,7 +271,7 @@ def test_calibration(directory, name):
 # Converted, and divided -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*DIFFERENT, "gemma3-window"])
+@pytest.mark.parametrize("name", ["gemma3-window", *in_system(*DIFFERENT)])
 def test_converted_and_exported(directory, name, tmp_path):
     source = directory(name)
     convert(source, tmp_path / "out", draft_bits=4, progress=False)

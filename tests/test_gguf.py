@@ -300,6 +300,7 @@ def test_merges_that_make_no_token(tmp_path, caplog):
 # Commands ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 def test_commands(tmp_path, run, caplog):
     """info, doctor, convert with a draft, verify, and generate, of the file, of its folder and of the conversion."""
     metadata = tokenizer_metadata(made_tokenizers.byte_level(None), "gpt2", pre="gpt-2", eos_token_id=0)

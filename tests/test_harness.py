@@ -53,6 +53,7 @@ def asked(*args) -> SimpleNamespace:
     return SimpleNamespace(args=args)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("names", [("qspec_last", "qspec_lines"), pytest.param(NAMES, marks=pytest.mark.system)], ids=len)
 def test_answers_are_those_of_transformers(loaded, names):
     """make_harness_golden.py has them, with torch."""
@@ -73,6 +74,7 @@ def test_answers_are_those_of_transformers(loaded, names):
     assert len({greedy for sample in expected["qspec_last"] for ((_, greedy),) in sample}) == 2  # some are, some are not
 
 
+@pytest.mark.system
 def test_scores_through_the_cache(first_layer, monkeypatch):
     """Other ways to read the cache give other scores, which are those of eval perplexity; batches and neighbours change nothing."""
     context = "def mean(values):\n" * 60
@@ -104,6 +106,7 @@ def test_what_several_continuations_share_is_read_once():
     assert [len(batch) for batch in batches_of([(long, (i,)) for i in range(7)], 3)] == [3, 3, 1]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("cache", "reads"),
     [
@@ -137,6 +140,7 @@ def test_more_continuations_than_rows_are_forks_of_one_state(float64, loaded_tin
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
 
 
+@pytest.mark.system
 def test_windows_and_generation(first_layer):
     lm = of(first_layer, cache="full", max_length=64, max_gen_toks=8)
     text = "def add(a, b):\n    return a + b\n\n\n" * 12
@@ -276,6 +280,7 @@ def test_settings_of_a_task_that_are_refused(loaded_tiny, said, words):
         QspecLM("no directory", progress=False, **loaded_tiny)._request(0, "x", {"until": [], "max_gen_toks": 4} | said)
 
 
+@pytest.mark.system
 def test_tokenizers_without_bos_and_eos(loaded_tiny):
     """Whatever has a context is answered as with them; what would be read after one of them is refused."""
     lm, without = of(loaded_tiny, max_gen_toks=4), of(loaded_tiny, max_gen_toks=4)

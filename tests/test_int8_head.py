@@ -65,6 +65,7 @@ def test_two_drafts_of_the_same_weights_share_their_head(monkeypatch):
         assert heads[wide] is model.weights()["head"] and heads[1 - wide].codes.dtype == jnp.int8
 
 
+@pytest.mark.system
 def test_the_loops_draft_has_its_head_in_int8(monkeypatch):
     model = random_model(jnp.float32, tie_word_embeddings=False)
     weights = model.weights()

@@ -75,6 +75,7 @@ def test_rows_keys_of_another_generator_are_refused():
         draw_keys(jax.random.split(jax.random.key(0, impl="rbg"), 2), jnp.zeros(2, jnp.int32), DRAFT)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("partitionable", [True, False])
 @pytest.mark.parametrize("generator", GENERATORS)
 def test_rows_are_as_alone_and_draw_many_tokens(generator, partitionable, model):

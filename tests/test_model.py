@@ -157,6 +157,7 @@ def test_a_layer_gets_the_carry_of_the_layer_before(monkeypatch):
         assert given[0] is None and given[1:] == [1, 2]
 
 
+@pytest.mark.system
 def test_layers_without_rope_in_prefill_and_calibration(monkeypatch):
     model = random_model(jnp.float32, architecture="SmolLM3ForCausalLM", num_hidden_layers=2, no_rope_layers=[1, 0])
     tokens = np.random.default_rng(0).integers(0, 64, (1, 64))

@@ -140,6 +140,7 @@ def embedded():
     return load_model(demo.MODEL, dtype="float32")
 
 
+@pytest.mark.system
 def test_the_embedded_model_finds_some(embedded, tokenizer):
     """With each cache one token at a time: what quantspec emits over int8 is the same (test_exactness.py), and its program takes far longer
     to compile."""
@@ -235,6 +236,7 @@ def test_methods_that_do_not_go_together(caplog):
             answers.methods_of(drafts, caches)
 
 
+@pytest.mark.system
 def test_a_map_for_every_cache(run, directory, tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(plots, "save", lambda figure, path: figures.append(figure))

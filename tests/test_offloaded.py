@@ -12,6 +12,7 @@ import pytest
 from checkpoints import hf_config, write_checkpoint
 from gpus import gpu
 from runs import prepared, random_model, random_prompts, run_rounds, with_draft
+from tiers import in_system
 
 from qspec_jax.bench.architectures import random_int4
 from qspec_jax.caches import host_memory
@@ -92,10 +93,10 @@ def test_tokens_and_codes_are_those_on_the_device():
 @pytest.mark.parametrize(
     ("cache", "draft"),
     [
-        ("full:host=all", "quantspec:weight_bits=16"),  # whose steps read the target's cache
+        *in_system(("full:host=all", "quantspec:weight_bits=16")),  # whose steps read the target's cache
         pytest.param("full:host=all,resident=0.5", "retrieval:budget=44,chunk=2", marks=pytest.mark.system),  # which looks tokens up in it
         ("int8:host=lower,resident=0.5", "none"),
-        ("int8:host=all", "quantspec:weight_bits=16"),  # which copies the upper plane
+        *in_system(("int8:host=all", "quantspec:weight_bits=16")),  # which copies the upper plane
         pytest.param("int8:host=all,resident=0.5", "retrieval:budget=44,chunk=2", marks=pytest.mark.system),
         pytest.param("int8:host=lower", "triforce:model={small},middle=(retrieval:budget=44,chunk=2)", marks=pytest.mark.system),
         pytest.param("int8:host=all", "streaming-llm:budget=20,sinks=3", marks=pytest.mark.system),
@@ -110,6 +111,7 @@ def test_others_and_layers_that_are_resident(cache, draft, small):
     assert [each.accepted.tolist() for each in here.rounds] == [each.accepted.tolist() for each in there.rounds]
 
 
+@pytest.mark.system
 def test_streaming_llm_reads_no_old_tokens_in_a_round(monkeypatch):
     """It has its sinks by itself: to look them up in the target's cache would copy whole layers to the device, twice in each round."""
     draft = make_draft("streaming-llm:budget=20,sinks=3", model := random_model("float32", num_hidden_layers=1))
@@ -119,6 +121,7 @@ def test_streaming_llm_reads_no_old_tokens_in_a_round(monkeypatch):
     step(state)
 
 
+@pytest.mark.system
 def test_a_row_that_is_full_is_not_touched_by_another_s_flush():
     """What is written for a row that is not due goes behind its last group, also where it has no room for another."""
     model = random_model("float32", num_hidden_layers=1)
@@ -128,6 +131,7 @@ def test_a_row_that_is_full_is_not_touched_by_another_s_flush():
     assert run_rounds(model, prompts, offloaded(config)).tokens == run_rounds(model, prompts, config).tokens
 
 
+@pytest.mark.system
 def test_recent_tokens_are_those_that_the_cache_holds():
     """At every place of a group, just after a flush too, and for more tokens than the buffer is sure to hold."""
     with jax.enable_x64(True):
@@ -146,6 +150,7 @@ def test_recent_tokens_are_those_that_the_cache_holds():
         assert flushes > 3
 
 
+@pytest.mark.system
 def test_a_cache_without_room_for_a_group():
     model = random_model("float32", num_hidden_layers=1)
     config = dataclasses.replace(CONFIG, draft="quantspec:weight_bits=16", group_size=512)
@@ -309,6 +314,7 @@ def test_batches_on_a_gpu(cache, draft, dtype, monkeypatch):
     assert found[0] == found[1]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("cache", "draft", "settings"),
     [
@@ -346,6 +352,7 @@ def test_several_devices_are_refused(directory):
         run_batch(random_model("float32"), [Request([1, 2, 3], config, jax.random.key(0))], devices=jax.devices()[:1] * 2)
 
 
+@pytest.mark.system
 def test_by_its_name(run, fails, directory, tmp_path):
     command = ["generate", "--model", directory, "--prompt", "def f(x):\n" * 20, "--max-new-tokens", 8, "--group-size", 16, "--json"]
     command += ["--draft", "quantspec"]

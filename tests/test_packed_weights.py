@@ -215,6 +215,7 @@ def test_packed_weights_are_converted_and_verified(tmp_path):
     assert any("q_proj" in line for line in verify(tmp_path / "other", out, progress=False).wrong)
 
 
+@pytest.mark.system
 def test_commands_take_weights(tmp_path, run, fails, caplog):
     config, tensors, _ = make_quantized("awq", vocab_size=4096, num_hidden_layers=1)
     write_model(tmp_path / "hf", config, tensors)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from checkpoints import hf_config, random_tensors, write_checkpoint
 from runs import with_draft
+from tiers import in_system
 
 from qspec_jax import GenerationConfig, InputError, demo, generate
 from qspec_jax.checkpoints.loading import load_model
@@ -50,7 +51,9 @@ def test_where_padding_begins():
     assert padding_from(TOKENIZER, PADDED) == IDS and padding_from(TOKENIZER, IDS) is padding_from(None, PADDED) is None
 
 
-@pytest.mark.parametrize(("draft", "temperature"), [("none", 1.0), ("quantspec", 0.0), ("quantspec", 1.0), ("prompt-lookup", 1.0)])
+@pytest.mark.parametrize(
+    ("draft", "temperature"), [("quantspec", 1.0), *in_system(("none", 1.0), ("quantspec", 0.0), ("prompt-lookup", 1.0))]
+)
 def test_padding_is_never_generated(draft, temperature, loud):
     config = dataclasses.replace(GREEDY, draft=draft, temperature=temperature)
     settings = dict(config=config, key=jax.random.key(0))
@@ -62,6 +65,7 @@ def test_padding_is_never_generated(draft, temperature, loud):
     assert result.token_ids == found
 
 
+@pytest.mark.system
 def test_padding_is_never_drafted_along_a_text(loud, folders):
     """Acceptance is that of a model whose padding is never likely; without a tokenizer target and draft agree on padding."""
     text = TOKENIZER("".join(f"import module_{i}\n" for i in range(20)))["input_ids"]
@@ -92,6 +96,7 @@ def test_a_draft_that_is_padded_otherwise_drafts_the_same(size, reads, folders):
     assert out.stats.draft_acceptance_rate == 1.0
 
 
+@pytest.mark.system
 def test_drafts_of_another_padding_are_lossless_where_padding_is_loud(folders, loud):
     config = dataclasses.replace(GREEDY, draft=f"small-model:model={folders[PADDED + 64]}")
     expected = generate(loud, [PROMPT], config=dataclasses.replace(GREEDY, draft="none"), tokenizer=TOKENIZER).token_ids

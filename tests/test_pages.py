@@ -136,6 +136,7 @@ class Small(PagePool):
 ORDER = np.random.default_rng(2).permutation(9)
 
 
+@pytest.mark.system
 def test_results_do_not_depend_on_pages_slots_and_neighbours(directory, monkeypatch):
     alike = lambda results, places: [dataclasses.replace(result, index=0) for result in (results[i] for i in places)]
     with jax.enable_x64(True):

@@ -170,6 +170,7 @@ def files(tmp_path_factory):
     return paths
 
 
+@pytest.mark.system
 def test_eval_perplexity(run, directory, files, tmp_path, monkeypatch):
     """Its figures are those of one full pass, and of a second batch as of the first; its JSON, its plot, its table."""
     monkeypatch.setattr(scoring, "ROWS", 2)

@@ -210,6 +210,7 @@ def test_memory_of_a_small_model(small):
     assert row_for(f"small-model:model={huge}", acceptances={"": 0.9}).status == "does not fit"
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("settings", ["", ",reads=window,sinks=4,window=50", ",weight_bits=4"])
 def test_a_small_model_is_outlined_as_it_is_loaded(tmp_path, settings):
     """The same shapes, dtypes and bytes, and a cache of its own of the size that is planned."""
@@ -233,6 +234,7 @@ def step_of_cache(draft: SmallModelDraft, tokens: int) -> int:
     return c.num_layers * draft.reads(0, None, tokens).full * 2 * c.num_kv_heads * c.head_dim * 2
 
 
+@pytest.mark.system
 def test_bytes_of_a_step_of_a_small_model(tmp_path):
     """As benchmarks and evaluations report them: its own weights, and its own keys and values."""
     directory = write_checkpoint(tmp_path / "small", hf_config(vocab_size=256, num_hidden_layers=1))

@@ -339,6 +339,7 @@ def test_plots(run, tmp_path):
     assert code == 0 and (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("own", [False, True])
 def test_it_answers_at_once_and_asks_no_device(tmp_path, own):
     """In 2 to 3 seconds on an idle machine, nearly all of it to import the commands. What counts here is the processor's time, since others

@@ -152,6 +152,7 @@ def test_a_file_that_changes_while_it_is_read(network, tokenizer, config, tmp_pa
     assert "was changed while it was read" in line.error
 
 
+@pytest.mark.system
 def test_results_depend_on_the_line_alone(network, tokenizer, config, monkeypatch):
     """Not on neighbours, order, batch size or what shares the prefix; each prefix is read once, and is gone before the next one is read."""
     document, other = "import os\n\ndef main(path):\n    return os.path", "class Other:\n    pass"
@@ -193,6 +194,7 @@ def test_results_depend_on_the_line_alone(network, tokenizer, config, monkeypatc
     assert json.loads(outputs(network, tokenizer, greedy, [line], 1)[0])["token_ids"] == expected
 
 
+@pytest.mark.system
 def test_rows_that_fit_beside_a_prefix(network, config, monkeypatch):
     """By the largest requests, with pages for what follows the prefix alone."""
     tokens = list(range(3, 43))

@@ -11,6 +11,7 @@ from markov import DRAFTS, TABLE, WRONG, V, counted, filtered, p_value
 from models import target_logits
 from runs import random_model, random_prompts, run_rounds, with_draft
 from scipy.special import log_softmax
+from tiers import in_system
 
 from pallas_kernels.formats.views import UPPER_PLANE
 from qspec_jax.caches.cache import Reads
@@ -64,13 +65,14 @@ def joint(config: GenerationConfig):
     return chances
 
 
-@pytest.mark.parametrize("options", [*PROCESSORS.values(), EVERYTHING | SCHEDULES["both"]], ids=str)
+@pytest.mark.parametrize("options", [EVERYTHING | SCHEDULES["both"], *in_system(*PROCESSORS.values())], ids=str)
 def test_tokens_have_the_targets_distribution(options):
     config = GenerationConfig(temperature=1.0, **options)
     counts = counted(TABLE, DRAFTS["zero where the target is likely"], make_sampler(config), settings=config)
     assert p_value(counts, joint(config)) > 1e-3
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "options",
     [SCHEDULES["both"], *(pytest.param(SCHEDULES[name], marks=pytest.mark.system) for name in ("adaptive", "confidence"))],
@@ -113,7 +115,13 @@ def draft(model):
 
 
 @pytest.mark.parametrize("name", ["quantspec", pytest.param("none", marks=pytest.mark.system)])
-@pytest.mark.parametrize("options", [OF_MODEL, SCHEDULES["both"] | {"repetition_penalty": 1.4}], ids=["processors", "schedules"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(OF_MODEL, id="processors"),
+        pytest.param(SCHEDULES["both"] | {"repetition_penalty": 1.4}, id="schedules", marks=pytest.mark.system),
+    ],
+)
 def test_greedy_tokens_are_the_targets(options, name, model, draft):
     config, draft = dataclasses.replace(CONFIG, draft=name, cache="int8", **options), None if name == "none" else draft
     if config.min_new_tokens:
@@ -129,6 +137,7 @@ def test_greedy_tokens_are_the_targets(options, name, model, draft):
         assert tokens != rows.argmax(-1).tolist()
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "settings", [{"temperature": 0.9, "repetition_penalty": 1.4, "top_k": 9}, pytest.param({"draft": "none"}, marks=pytest.mark.system)]
 )
@@ -177,6 +186,7 @@ def test_as_many_drafts_as_pay():
     assert (np.asarray(adaptive.drafts(jnp.zeros(41), most)) == most).all()
 
 
+@pytest.mark.system
 def test_a_draft_that_is_always_wrong_is_left_alone(model):
     """After some rounds it drafts one token now and then, and no more."""
     config = dataclasses.replace(CONFIG, max_new_tokens=80, adaptive=True)
@@ -207,6 +217,7 @@ def test_an_unsure_draft_drafts_no_further(model, draft):
     assert max(runs[1.0][0]) == 1 and max(runs[0.0][0]) == 3 and sum(runs[1.0][0]) < sum(runs[0.1][0]) < sum(runs[0.0][0])
 
 
+@pytest.mark.system
 def test_sensitive_layers(float64):
     model = random_model(jnp.float64, num_hidden_layers=3)
     config = dataclasses.replace(CONFIG, num_speculative_tokens=4)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from markov import DRAFTS, ROWS, TABLE, Markov, MarkovDraft, V, counted, filtered, p_value
 from runs import prepared, random_model, random_prompts
+from tiers import in_system
 
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
@@ -106,16 +107,13 @@ COMBINED = {
         # Each kind with some samplers, and each sampler with some kind; all of the one in the middle are among the longer tests.
         ("a lookup of two tokens, or draws", 0.0, SAMPLERS[1]),
         ("a lookup of two tokens, or draws", 0.4, SAMPLERS[2]),
-        ("prompt lookup", 0.0, SAMPLERS[0]),
-        ("draws within draws", 0.0, SAMPLERS[3]),
-        *(
-            pytest.param(*case, marks=pytest.mark.system)
-            for case in (
-                *(("a lookup of two tokens, or draws", 0.0, SAMPLERS[i]) for i in (0, 2, 3)),
-                ("a lookup of two tokens, or draws", 0.4, SAMPLERS[1]),
-                ("prompt lookup", 0.0, SAMPLERS[3]),
-                ("draws within draws", 0.0, SAMPLERS[2]),
-            )
+        *in_system(
+            ("prompt lookup", 0.0, SAMPLERS[0]),
+            ("draws within draws", 0.0, SAMPLERS[3]),
+            *(("a lookup of two tokens, or draws", 0.0, SAMPLERS[i]) for i in (0, 2, 3)),
+            ("a lookup of two tokens, or draws", 0.4, SAMPLERS[1]),
+            ("prompt lookup", 0.0, SAMPLERS[3]),
+            ("draws within draws", 0.0, SAMPLERS[2]),
         ),
     ],
     ids=str,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from markov import ROWS, V, counted, filtered, loop_of_its_own, p_value
 from runs import prepared, random_model
+from tiers import in_system
 
 from qspec_jax.caches.cache import longer
 from qspec_jax.decoding import round as rounds
@@ -98,7 +99,7 @@ def p_values(kind, confidence, *, batches):
     return found
 
 
-@pytest.mark.parametrize("confidence", [0.3, *(pytest.param(confidence, marks=pytest.mark.system) for confidence in (0.0, 0.6))])
+@pytest.mark.parametrize("confidence", in_system(0.0, 0.3, 0.6))
 def test_a_draft_that_uses_all_that_it_knows_is_lossless(confidence):
     assert min(p_values(UsesEverything, confidence, batches=15)) > 1e-4
 

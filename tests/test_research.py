@@ -34,6 +34,7 @@ def loop():
     return lambda *args: decode(target, draft, *args, jnp.int32(100)), make_sampler(CONFIG, CONFIG), state, limits
 
 
+@pytest.mark.system
 def test_settings_are_a_batch_axis(loop):
     run, sampler, state, limits = loop
 

@@ -36,6 +36,7 @@ def test_resident_layers_are_spread():
     assert [layer.keys.sharding.memory_kind == "pinned_host" for layer in cache.layers] == [False, True]
 
 
+@pytest.mark.system
 def test_as_many_layers_are_resident_as_fit(monkeypatch):
     """Where the device says how much is free; of tokens nothing changes."""
     model, config = random_model("float32"), dataclasses.replace(CONFIG, draft="none", num_speculative_tokens=0)
@@ -111,6 +112,7 @@ def test_xlas_pool_of_host_memory(monkeypatch):
     assert host.pool_bytes() == 40 << 30  # of 50 that are free
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("lengths", "free", "resident"), [((100, 20, 90), 1 << 40, 1), ((100, 20, 90), 0, 0)])
 def test_rows_that_fit_settle_what_is_resident(lengths, free, resident, monkeypatch):
     """Prompts go through prefill at once or in parts: with the layers on the device that all rows leave room for, which nobody knew when

@@ -269,6 +269,7 @@ def test_one_choice_for_all_rows_of_a_batch(model, on_h200, monkeypatch):
     assert found[0].draft == found[1].draft and [each.num_speculative_tokens for each in found][1] == 2
 
 
+@pytest.mark.system
 def test_auto_gives_way_to_a_draft_that_is_given(caplog):
     model = random_model(dataclasses.replace(TINY, num_layers=1))
     auto = GenerationConfig(max_new_tokens=6, ignore_eos=True)
@@ -289,6 +290,7 @@ def test_auto_gives_way_to_a_draft_that_is_given(caplog):
 # Whole decodes
 
 
+@pytest.mark.system
 def test_generate_and_batch_decode_with_what_was_chosen(monkeypatch, on_h200):
     """The very tokens of the draft that is named, sampled ones too."""
     model = random_model(dataclasses.replace(TINY, num_layers=1))
@@ -357,6 +359,7 @@ def test_without_a_draft_its_settings_change_no_token():
     assert out.token_ids == generate(model, [[1, 2, 3] * 9], config=named).token_ids and out.stats.num_spec_steps == 0
 
 
+@pytest.mark.system
 def test_the_default_emits_the_tokens_of_quantspec():
     with jax.enable_x64(True):
         model = runs.random_model(jnp.float64, num_hidden_layers=1)
@@ -376,6 +379,7 @@ def test_the_command_says_what_it_chose(run, directory, caplog, named):
     assert line.startswith("draft auto: none, by costs stored for CPUs")
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("option", [["--sensitive-layers", 1], ["--calibrate"]])
 def test_options_of_int4_weights_imply_quantspec(run, directory, caplog, option):
     code, out, _ = run("generate", "--model", directory, "--prompt", "ab", "--max-new-tokens", 4, "--json", *option)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from markov import DRAFTS, ROWS, TABLE, WRONG, V, counted, filtered, loop_of_its_own, p_value
 from runs import prepared, random_model, random_prompts
+from tiers import in_system
 
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.views import FULL_PRECISION
@@ -90,15 +91,14 @@ def tiny():
     [
         "quantspec",
         pytest.param("sparse:budget=0.2,min_groups=1", marks=pytest.mark.system),
-        "sparse:budget=0.2,min_groups=2,memory=0.5,heads=by-mass",
-        "streaming-llm:budget=3,sinks=1",
+        *in_system("sparse:budget=0.2,min_groups=2,memory=0.5,heads=by-mass", "streaming-llm:budget=3,sinks=1"),
         pytest.param("snapkv:budget=33,generated=1", marks=pytest.mark.system),
         # Combined drafts and two levels without a model's cache: test_prompt_lookup.py, test_drafts.py.
         pytest.param("combine:(prompt-lookup:longest=3,shortest=3)+quantspec", marks=pytest.mark.system),
         pytest.param("exact-topk:budget=0.2", marks=pytest.mark.system),
         pytest.param("h2o:budget=0.2,min_groups=1", marks=pytest.mark.system),
         pytest.param("chunk-means:budget=4,chunk=2,rebuild=1,dense_layers=0", marks=pytest.mark.system),
-        "retrieval:budget=34,chunk=1,rebuild=0,generated=1",
+        *in_system("retrieval:budget=34,chunk=1,rebuild=0,generated=1"),
         pytest.param("a second model", marks=pytest.mark.system),
         pytest.param("a window of a second model", marks=pytest.mark.system),
         pytest.param("triforce with a window of a second model", marks=pytest.mark.system),

@@ -109,6 +109,7 @@ def test_before_the_first_verification_the_prompts_last_queries_choose(model, te
         assert chosen.groups[0, 0, :9].tolist() == [0, *range(22, 30)]
 
 
+@pytest.mark.system
 def test_chunks_are_chosen_by_their_mean_keys(model):
     """And again after this number of tokens, by the last pending token's query; until then what leaves the buffer is read besides."""
     text = "chunk-means:budget=8,chunk=2,rebuild=6,dense_layers=0,weight_bits=16"

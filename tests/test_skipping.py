@@ -42,6 +42,7 @@ def muted(model, skipped):
     return muted
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "text",
     [
@@ -126,6 +127,7 @@ def chosen(target, draft, lengths=(150, 30, 190), gamma=3):
 WITHIN = pytest.param("combine:prompt-lookup+(sparse:skip=auto,dense_layers=1)", marks=pytest.mark.system)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("text", ["quantspec:skip=auto", WITHIN])
 def test_the_search_leaves_out_what_adds_nothing(model, caplog, text):
     """Each of the other sublayers changes what the model says, as its weights are drawn at random."""
@@ -184,6 +186,7 @@ def test_the_search_prefers_what_resembles_the_best():
     assert promise.argsort().tolist() == [1, 0, 2]
 
 
+@pytest.mark.system
 def test_in_generate_and_batch(model, caplog):
     model = muted(model, Skipped(frozenset({1, 2}), frozenset({1})))
     prompts, config = random_prompts([160, 130]), dataclasses.replace(CONFIG, max_new_tokens=12)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from runs import random_model, random_prompts
+from tiers import in_system
 
 from pallas_kernels.formats.views import BOTH_PLANES
 from qspec_jax.caches.cache import Reads
@@ -96,8 +97,8 @@ def test_a_window_is_attended_to_and_nothing_before_it(model):
 @pytest.mark.parametrize(
     "draft",
     [
-        *("quantspec", "sparse", "prompt-lookup"),
-        *(pytest.param(draft, marks=pytest.mark.system) for draft in ("h2o", "exact-topk", "combine:prompt-lookup+sparse")),
+        "quantspec",
+        *in_system("sparse", "prompt-lookup", "h2o", "exact-topk", "combine:prompt-lookup+sparse"),
     ],
 )
 def test_greedy_tokens_are_the_targets(model, draft):
@@ -114,7 +115,7 @@ def test_greedy_tokens_are_the_targets(model, draft):
 @mostly_some
 @pytest.mark.parametrize(
     "cache",
-    ["full", "h2o:heavy=8,recent=8", *(pytest.param(c, marks=pytest.mark.system) for c in ("kivi", "streaming-llm:sinks=2,window=9"))],
+    ["h2o:heavy=8,recent=8", *in_system("full", "kivi", "streaming-llm:sinks=2,window=9")],
 )
 def test_greedy_tokens_over_other_caches(model, cache):
     prompts = random_prompts([5, 45])
@@ -123,6 +124,7 @@ def test_greedy_tokens_over_other_caches(model, cache):
     assert found.token_ids == [generate(model, [prompt], config=alone).token_ids[0] for prompt in prompts]
 
 
+@pytest.mark.system
 @mostly_some
 def test_a_batch_whose_rows_share_pages(model, paged):
     prompts, settings = random_prompts([5, 30, 61, 12, 40, 22]), config(model, "quantspec")
@@ -132,6 +134,7 @@ def test_a_batch_whose_rows_share_pages(model, paged):
     assert [found[i] for i in range(len(prompts))] == expected
 
 
+@pytest.mark.system
 @mostly_some
 @pytest.mark.parametrize("cache", ["int8", pytest.param("full", marks=pytest.mark.system)])
 def test_states(model, cache, tmp_path):

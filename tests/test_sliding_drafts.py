@@ -71,6 +71,7 @@ TRIFORCE = "triforce:model={small},gamma1=4,middle=(retrieval:budget={},chunk=2,
 MORE = ("snapkv:budget={}", "retrieval:budget={},chunk=2,rebuild=8")
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("draft", [STREAMING, *few(TRIFORCE, *MORE)])
 def test_a_draft_that_reads_every_token_is_the_target(model, small, expected, draft):
     """Over a cache in full precision all of its tokens are accepted, in rows that are longer than the window or not; a state that was read
@@ -91,6 +92,7 @@ def test_with_less_of_the_text_not_all_is_accepted(model, small, expected, draft
     assert 0 < found.stats.num_accepted_draft_tokens < found.stats.num_draft_tokens
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "draft",
     [
@@ -111,6 +113,7 @@ def test_a_batch_whose_slots_are_refilled(model, paged, expected, draft):
     assert [found[i].token_ids for i in range(len(PROMPTS))] == expected("int8")
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("cache", "draft"),
     [("int8:host=lower", "quantspec"), ("full:host=all", "snapkv:budget=40"), *few(("int8:host=all,resident=0.5", "snapkv:budget=40"))],
@@ -121,6 +124,7 @@ def test_host_memory(model, expected, cache, draft):
     assert found.stats.num_accepted_draft_tokens
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("fetch", ["ahead", *few("checked")])
 def test_specache_that_fetches_every_token_is_a_full_cache(model, fetch):
     """As long as nothing is flushed, of which the pass before could not fetch anything."""
@@ -132,6 +136,7 @@ def test_specache_that_fetches_every_token_is_a_full_cache(model, fetch):
     assert generate(model, state, config=settings).token_ids[0] == found[1]
 
 
+@pytest.mark.system
 def test_an_emulated_quantizer_is_the_stored_format(model):
     """As a draft reads them, and as the target does."""
     caches = CacheConfig(group_size=G), EmulatedConfig(Quantizer(), G)
@@ -157,6 +162,7 @@ def test_how_far_a_state_can_be_trimmed(model):
     np.testing.assert_allclose(again.logits, short.logits, atol=1e-12)
 
 
+@pytest.mark.system
 def test_a_small_model_whose_window_was_trimmed_away_reads_again(tmp_path):
     """The state of a target without windows can be trimmed to fewer tokens than the small model's rings still hold."""
     shape = hf_config("MistralForCausalLM", max_position_embeddings=512, num_hidden_layers=1)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from checkpoints import hf_config, rope_settings, write_checkpoint
 from runs import prepared, random_model, random_prompts, run_rounds, with_draft
+from tiers import in_system
 
 from pallas_kernels.formats.views import BOTH_PLANES
 from qspec_jax import demo
@@ -67,6 +68,7 @@ def test_a_model_that_is_the_target_is_always_accepted(model, kind, gamma):
     assert run.tokens == run_rounds(model, random_prompts(LENGTHS), dataclasses.replace(config, draft="none")).tokens
 
 
+@pytest.mark.system
 def test_along_a_real_text(model):
     """Whose tokens are not those that were emitted: random ones, and the draft model's own, which the target may have rejected."""
     small, new = quantize_linears(model), CONFIG.max_new_tokens
@@ -96,8 +98,7 @@ def full_cache(model, batch, capacity):
     "settings",
     [
         {},
-        {"adaptive": True, "draft_cost": 0.6},
-        pytest.param({"min_draft_confidence": 0.05, "num_speculative_tokens": 6}, marks=pytest.mark.system),
+        *in_system({"adaptive": True, "draft_cost": 0.6}, {"min_draft_confidence": 0.05, "num_speculative_tokens": 6}),
     ],
     ids=str,
 )
@@ -127,6 +128,7 @@ def test_its_cache_holds_what_a_prefill_of_the_text_gives(model, settings):
             np.testing.assert_allclose(own.values[row, :, :count], fresh.values[row, :, :count], atol=1e-10)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("sinks", [3, pytest.param(0, marks=pytest.mark.system)])
 def test_a_window_of_the_text_is_read_as_if_it_were_all(model, sinks):
     """By a model of one layer, in which a token's keys and values depend on no other token: what it drafts in each round is what it says
@@ -200,6 +202,7 @@ def test_runs_beyond_the_draft_models_positions_are_refused(model, small):
     assert prepare(model, with_draft([each[0], fewer], draft)).draft is not None
 
 
+@pytest.mark.system
 def test_a_window_takes_longer_texts(model, small):
     config, prompts = dataclasses.replace(CONFIG, num_speculative_tokens=2), random_prompts([9, 90])
     draft = make_draft(f"small-model:model={small},reads=window,sinks=4,window=36", model)
@@ -248,6 +251,7 @@ def test_tokens_of_other_ids(model, small, tmp_path):
         make_draft(f"small-model:model={draft}", load_model(target))
 
 
+@pytest.mark.system
 def test_command_lines(run, fails, directory, tmp_path):
     """Directory: a model of 128 positions with the embedded model's tokenizer."""
     generate = ["generate", "--model", directory, "--prompt", "ab", "--max-new-tokens", "12", "--group-size", "8", "--ignore-eos", "--json"]
@@ -277,6 +281,7 @@ def test_a_batch_belongs_to_the_drafts_checkpoint_too(run, fails, directory, tmp
     fails(command, "out")
 
 
+@pytest.mark.system
 def test_lines_that_are_too_long_for_the_draft(run, fails, directory, tmp_path):
     """Each is wrong by itself, and counted as people do; without drafts there is no draft that could be too short, or even missing."""
     source, out = tmp_path / "in", tmp_path / "out"

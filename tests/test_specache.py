@@ -90,6 +90,7 @@ def test_the_largest(size, k):
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.system
 def test_several_chunks():
     """The last chunk is pulled back, with replaced tokens in it; all tokens replaced is attention in full precision."""
     with jax.enable_x64(True):
@@ -125,6 +126,7 @@ def test_everything_fetched_is_the_full_cache():
         assert run_rounds(model, PROMPTS, config).tokens == run_rounds(model, PROMPTS, dataclasses.replace(FULL, **long)).tokens
 
 
+@pytest.mark.system
 def test_scores_of_real_text_go_by_guesses_too():
     """With everything fetched they are the full cache's; with little they are not, and depend on the guess."""
     with jax.enable_x64(True):
@@ -137,6 +139,7 @@ def test_scores_of_real_text_go_by_guesses_too():
         assert np.nanmax(np.abs(little - scores("specache:bits=1,residual=16,k=4,fetch=now"))) > 1e-6
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("fetch", ["checked", pytest.param("ahead", marks=pytest.mark.system)])
 def test_what_is_generated_is_what_is_scored(fetch):
     """With few tokens fetched the guess decides which: decoding, by the draft, the others in host memory, and scoring, by a loop of its
@@ -149,6 +152,7 @@ def test_what_is_generated_is_what_is_scored(fetch):
         np.testing.assert_allclose(scores, out.logprobs, atol=1e-11)
 
 
+@pytest.mark.system
 def test_a_wrong_guess_is_put_right():
     """Rows in which it was wrong read what the pass itself chooses, as with `fetch=now`; the others read what was fetched."""
     with jax.enable_x64(True):
@@ -167,6 +171,7 @@ def test_a_wrong_guess_is_put_right():
         np.testing.assert_allclose(found, np.where(np.array([True, False, True])[:, None, None], now, ahead), atol=1e-12)
 
 
+@pytest.mark.system
 def test_the_last_token_of_a_pass_chooses():
     with jax.enable_x64(True):
         model, config = random_model("float64"), specache(k=3)
@@ -185,6 +190,7 @@ def test_the_last_token_of_a_pass_chooses():
         assert chosen(both) != chosen(first) and all(len(set(row)) == 3 for row in chosen(both))
 
 
+@pytest.mark.system
 def test_one_token_a_round_and_no_draft_of_it():
     model = random_model("float32", num_hidden_layers=1)
     run = run_rounds(model, PROMPTS, specache(k=8))
@@ -192,6 +198,7 @@ def test_one_token_a_round_and_no_draft_of_it():
     assert all((each.drafted == 0).all() for each in run.rounds) and len(run.rounds) == 6  # the first is prefill's
 
 
+@pytest.mark.system
 def test_a_row_depends_on_nothing_but_itself(monkeypatch):
     """Slots that are refilled: a row that begins among others gets its pass before the first round, and theirs stay. Together, rows keep
     what they have fetched from host memory, as the kernel for it does; alone, each token comes from the store."""
@@ -222,6 +229,7 @@ def test_a_row_depends_on_nothing_but_itself(monkeypatch):
             assert together[i] == alone.token_ids
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("host", ["store", pytest.param("none", marks=pytest.mark.system)])
 def test_a_row_that_is_full_is_not_touched_by_another_s_flush(host):
     """What is stored for a row that is not due goes behind its last quantized token, also where it has no room for more."""
@@ -234,6 +242,7 @@ def test_a_row_that_is_full_is_not_touched_by_another_s_flush(host):
         assert (state.cache.layers[0].store.sharding.memory_kind == "pinned_host") == (host == "store")
 
 
+@pytest.mark.system
 def test_layers_may_fetch_while_others_compute(monkeypatch):
     """Nothing goes on from what a layer fetches before all layers have fetched, and rounds are compiled for kernels to run side by side."""
     model = random_model(jnp.float32)
@@ -283,6 +292,7 @@ def test_auto_over_it_is_none(fetch):
         assert (config.draft, config.cache_config.kind) == ("none", "specache")
 
 
+@pytest.mark.system
 def test_by_its_name(run, directory):
     prompt, cache = "def f(x):\n" * 20, "specache:residual=32,k=4,host=store"
     command = ["generate", "--model", directory, "--prompt", prompt, "--cache", cache, "--max-new-tokens", 8]

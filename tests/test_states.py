@@ -123,6 +123,7 @@ def test_generating_from_a_state_is_generating_from_its_prompt(model):
     assert pieces.generation.states[0].tokens.tolist() == TEXT[:50] + straight.token_ids[0]
 
 
+@pytest.mark.system
 def test_rows_of_states_that_differ_in_length(model):
     """In one batch each row is as alone; pages are shared, and come back."""
     settings = config(model, "sparse", max_new_tokens=20)
@@ -216,6 +217,7 @@ def test_a_file_is_for_the_same_model_cache_and_draft(model, tmp_path):
             load_state(path, model, config=settings)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("draft", ["snapkv", pytest.param("sparse", marks=pytest.mark.system)])
 def test_states_grow_with_what_is_read(model, draft):
     """A state of little room is extended and goes on generating beyond it."""
@@ -240,6 +242,7 @@ def test_states_grow_at_the_end_of_the_positions(draft, cache):
     assert generate(network, small, config=settings).token_ids == generate(network, large, config=settings).token_ids
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("cache", ["int8", pytest.param("full", marks=pytest.mark.system)])
 def test_states_grow_where_other_numbers_of_tokens_are_read_together(model, monkeypatch, tmp_path, cache):
     """As those of a file that another version of this program has saved."""
@@ -255,6 +258,7 @@ def test_states_grow_where_other_numbers_of_tokens_are_read_together(model, monk
         np.testing.assert_allclose(state.logits, expected.logits, atol=1e-12)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("rounds", [60, pytest.param(700, marks=pytest.mark.system)])
 def test_memory_is_flat(model, rounds):
     """States that are made, forked, extended and dropped leave nothing: in the larger test 2,100 and as many that generate."""
@@ -352,6 +356,7 @@ def test_requests_that_share_a_prefix(model, draft, cache):
     assert next(iter(run_batch(model, [greedy]))).token_ids == alone.token_ids[0]
 
 
+@pytest.mark.system
 def test_selected_samples_are_those_of_all(model):
     """A selection that begins within the samples of a prompt goes on with that prompt in the first row alone."""
     settings = config(model, temperature=1.5, num_return_sequences=2)
@@ -407,6 +412,7 @@ def test_nothing_is_read_across_the_switch_to_long_rope_factors(model, monkeypat
             read()
 
 
+@pytest.mark.system
 def test_a_pool_that_grows_while_a_stream_waits(model):
     """What others read between two pieces changes nothing."""
     settings = config(model, "quantspec", max_new_tokens=24)
@@ -443,6 +449,7 @@ def test_memory_that_ends_while_a_pool_grows_costs_no_states(model, monkeypatch)
     np.testing.assert_array_equal(extend(state, TEXT[40:60]).logits, expected)
 
 
+@pytest.mark.system
 def test_threads_take_turns(model):
     """Each gets what it gets alone, while the others make the pool grow."""
     settings = config(model, "quantspec", max_new_tokens=6)
@@ -460,6 +467,7 @@ def test_threads_take_turns(model):
     assert held and pages.size > size
 
 
+@pytest.mark.system
 def test_states_whose_pages_an_interruption_has_lost_say_so(model, tmp_path):
     """The pool that all tests before share is lost, too."""
     settings = config(model, "quantspec")
@@ -475,6 +483,7 @@ def test_states_whose_pages_an_interruption_has_lost_say_so(model, tmp_path):
     assert len(generate(model, again, config=settings).token_ids[0]) == 12
 
 
+@pytest.mark.system
 def test_compiling_is_no_prefill():
     """Seconds of compiling are apart from those of reading, for samples of a prompt and for requests with a prefix."""
     model = random_model("float64", num_hidden_layers=1, intermediate_size=96)  # of which nothing is compiled

@@ -42,6 +42,7 @@ def config(cache, draft="none", **changes) -> GenerationConfig:
     return GenerationConfig(**dict(draft=draft, cache=cache, group_size=size, num_speculative_tokens=gamma, max_new_tokens=20) | changes)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "fetch", ["checked", *(pytest.param(fetch, marks=pytest.mark.system) for fetch in ("now", "ahead", "checked,host=store"))]
 )
@@ -85,6 +86,7 @@ def test_what_is_fetched_goes_on(shallow, fetch, tmp_path, monkeypatch):
         load_state(tmp_path / "state", model, config=dataclasses.replace(settings, cache=settings.cache.replace("k=3", "k=4")))
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "cache, draft",
     [

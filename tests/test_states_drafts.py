@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from checkpoints import hf_config, write_checkpoint
 from runs import random_model, random_prompts
+from tiers import in_system
 
 from qspec_jax import demo
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
@@ -34,16 +35,12 @@ def small(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("small") / "hf", hf_config(**shape))
 
 
-def few(*cases):
-    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.system) for case in cases]
-
-
 @pytest.mark.parametrize(
     "draft",
     [
-        "triforce:model={small},middle=(retrieval:budget=44,chunk=2,rebuild=16)",
         "combine:prompt-lookup+quantspec:weight_bits=16,skip=(0m)",
-        *few(
+        *in_system(
+            "triforce:model={small},middle=(retrieval:budget=44,chunk=2,rebuild=16)",
             "small-model:model={small}",
             "prompt-lookup",
             "retrieval:budget=44,chunk=2,rebuild=8",
@@ -73,8 +70,9 @@ def test_acceptance_is_that_of_the_straight_way(model, small, draft, adaptive, t
     assert found.states[0].room != straight.states[0].room == after[1].states[0].room
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
-    "draft, cache", [("quantspec", "int8"), ("retrieval:budget=44,chunk=2,rebuild=8", "int8"), *few(("none", "specache"))]
+    "draft, cache", [("quantspec", "int8"), ("retrieval:budget=44,chunk=2,rebuild=8", "int8"), *in_system(("none", "specache"))]
 )
 def test_stop_strings_that_cut_a_round(draft, cache):
     """The state holds the tokens up to the one that completes the stop string, and no accepted draft after it."""
@@ -98,6 +96,7 @@ def test_stop_strings_that_cut_a_round(draft, cache):
     assert cut or draft == "none", "no draft was accepted before a stop string"
 
 
+@pytest.mark.system
 def test_layers_that_were_chosen_for_the_prompt_are_in_the_file(tmp_path, monkeypatch):
     model, chosen, other = random_model("float64"), Skipped.parse("(1a,0m)"), "(0a,1m)"
     monkeypatch.setattr(resolve, "layers_to_skip", lambda *args: chosen)

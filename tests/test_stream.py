@@ -298,6 +298,7 @@ def with_call(tmp_path_factory) -> tuple[Any, int]:
     return load_tokenizer(directory), token["id"]
 
 
+@pytest.mark.system
 def test_a_special_token_as_a_stop_string(model, draft, with_call):
     """It is in no text, and ends a row all the same; beside other text it cannot."""
     tokenizer, id = with_call
@@ -349,6 +350,7 @@ def test_a_second_bos(tmp_path, caplog):
     assert encoded(without, "<s><s>cats")[:2] == [tokenizer.bos_token_id] * 2 and len(caplog.records) == 1
 
 
+@pytest.mark.system
 def test_the_first_blank_in_generate_stream_and_batch(tmp_path):
     """And a stop string that begins with it."""
     directory = write_checkpoint(tmp_path, hf_config(vocab_size=512, num_hidden_layers=1))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from runs import random_model, random_prompts
+from tiers import in_system
 
 from qspec_jax import GenerationConfig, InputError, generate
 from qspec_jax.bench.simulated import SimulatedGreedy
@@ -31,7 +32,7 @@ def small():
     return random_model(jnp.float32, num_hidden_layers=1, spread=0.4)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["greedy", *in_system(*(case for case in CASES if case != "greedy"))])
 def test_a_traced_decode_is_the_untraced_one(case, small):
     """Its tokens and statistics; and its record agrees with these, and is consistent in itself."""
     config = GenerationConfig(max_new_tokens=30, group_size=8, ignore_eos=True, **CASES[case])
@@ -136,6 +137,7 @@ def check_reads(trace, config):
         assert row.reads.over_layers[0] == pytest.approx(over_rounds.sum(0) / there.sum(0), abs=0.6)
 
 
+@pytest.mark.system
 def test_who_proposed_of_triforce(directory, model):
     """The small model is the target here, so that the middle accepts all of its tokens, two at a time, and adds one of its own."""
     draft = make_draft(f"triforce:model={directory},gamma1=2,sinks=2,window=80,middle=(quantspec:weight_bits=16)", model)

@@ -29,6 +29,7 @@ def shown(round_, trace):
     return ["accepted"] * accepted + rejected + ["not judged"] * (drafts - accepted - len(rejected)) + ["own"]
 
 
+@pytest.mark.system
 def test_the_page_in_a_browser(generation, tmp_path):
     trace, stats = generation.trace, generation.stats
     hostile = "</script><script>throw 1</script>\u2028"

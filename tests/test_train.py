@@ -163,6 +163,7 @@ def one_layer(monkeypatch):
         monkeypatch.setattr(module, "SMOKE", dataclasses.replace(module.SMOKE, model=module.SMOKE.model | {"num_hidden_layers": 1}))
 
 
+@pytest.mark.system
 def test_the_command_leaves_a_checkpoint(run, fails, small_corpus, one_layer, tmp_path):
     directory = tmp_path / "model"
     command = ["train", "benchmark-model", "--output", directory, "--smoke", "--steps", 2, "--segment-minutes", 0]
@@ -199,6 +200,7 @@ def test_the_command_leaves_a_checkpoint(run, fails, small_corpus, one_layer, tm
     fails(command, "--steps 3", "a run of 2 steps")
 
 
+@pytest.mark.system
 def test_the_embedded_model_in_small(run, small_corpus, one_layer, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     code, out, err = run("train", "embedded", "--output", tmp_path / "model", "--smoke", "--steps", 2, "--json")

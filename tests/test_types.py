@@ -5,11 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import qspec_jax
 
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.system
 def test_a_program_against_the_public_names_is_clean(tmp_path):
     config = {"include": [str(ROOT / "tests" / "typed_use.py")], "extraPaths": [str(ROOT)], "typeCheckingMode": "strict"}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(config))

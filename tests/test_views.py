@@ -46,6 +46,7 @@ def run(trained):
     return jax.jit(lambda view: model(tokens, positions, cache, view=view)[0])
 
 
+@pytest.mark.system
 def test_all_groups_listed_are_the_dense_view(trained, run):
     _, cache, _ = trained
     K, C = cache.layers[0].keys.upper.shape[1:3]
@@ -60,6 +61,7 @@ def test_all_groups_listed_are_the_dense_view(trained, run):
         np.testing.assert_array_equal(run(ListedGroups(filled, count // 2)), run(ListedGroups(groups, count // 2)))
 
 
+@pytest.mark.system
 def test_chosen_tokens_are_those_of_the_listed_groups(trained, run):
     """And all tokens chosen, by name or by mass, are the dense view."""
     _, cache, _ = trained
