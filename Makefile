@@ -16,7 +16,7 @@ test-all: test test-rest  ## Everything; .ci/run does the same.
 
 test-rest: test-system test-shapes docs package test-newest
 
-test-system: .venv/installed-test  ## Ray, several processes and devices, conversions that are killed, notebooks, simulated kernels, and the longest cases of others.
+test-system: .venv/installed-test  ## Ray, several processes and devices, conversions that are killed, notebooks, simulated kernels, and of grids all cases but the first.
 	$(BIN)/$(PYTEST) -m "system or kernels" --durations=10
 
 test-shapes: .venv/installed-test  ## Arrays have the shapes and dtypes that signatures say, in a few files of tests.
