@@ -6,6 +6,7 @@ import math
 from pallas_kernels.attention import mosaic_append
 from pallas_kernels.attention.mosaic_partition import Partition, buffered_tokens
 from pallas_kernels.attention.mosaic_plan import WARPS, Plan
+from pallas_kernels.attention.mosaic_runs import Runs
 from pallas_kernels.attention.mosaic_stream import FullSource, Pipeline, QuantizedSource
 from pallas_kernels.attention.mosaic_tile import Tile
 from pallas_kernels.gpu import fragments, numerics, ptx
@@ -37,7 +38,8 @@ def emit_block(plan: Plan, refs: dict) -> None:
     share = Partition(plan, at, kv_head, lane).of_block(split)
     batch, chunks, groups = share.batch, share.chunks, share.groups
     worker, workers = (split - share.first) * plan.teams + warp // team, (share.end - share.first) * plan.teams
-    first, last = ((worker + i) * (chunks + groups) // workers for i in (0, 1))
+    runs = Runs(plan, batch, chunks, groups) if plan.fixed_runs else None
+    first, last = ((worker + i) * (runs.number if runs else chunks + groups) // workers for i in (0, 1))
     buffered = buffered_tokens(plan, at, batch)
     head = batch * plan.kv_heads + kv_head
     listed = QuantizedSource.load_list(plan, at, head, lane) if listed is None else listed
@@ -59,11 +61,11 @@ def emit_block(plan: Plan, refs: dict) -> None:
     tile = Tile(plan, (queries, shared, observed), lane, part, barrier, buffered)
     ring = functools.partial(Pipeline, plan, shared + plan.team_bytes, tile.meet)
     recent = FullSource(plan, at, head, lane, part, buffered, queries + plan.of_block.at("new"))
-    full = ring(recent, *(ptx.minimum(x, chunks) for x in (first, last)))
+    full = ring(recent, *(runs.first_chunk(x) if runs else ptx.minimum(x, chunks) for x in (first, last)))
     streams = [full]
     if plan.planes is not None:
         source = QuantizedSource(plan, at, head, lane, part, listed)
-        streams.insert(0, ring(source, *(ptx.maximum(x - chunks, ptx.i32(0)) for x in (first, last))))
+        streams.insert(0, ring(source, *(runs.first_group(x) if runs else ptx.maximum(x - chunks, ptx.i32(0)) for x in (first, last))))
     # The ring fills while the queries come and are prepared.
     streams[0].prefetch()
     any_groups = streams[0].lower < streams[0].upper
@@ -76,12 +78,37 @@ def emit_block(plan: Plan, refs: dict) -> None:
     ptx.wait_for_copies(plan.slots - 1)
     ptx.synchronize(ptx.i32(0), warps)
     state = tile.empty()
+    width = {"out": H, "top": 1, "total": 1}
+
+    def store(number, state) -> None:
+        """Writes a partial result, by its number among all of them."""
+        first_row = number * plan.block_rows
+
+        def place(name, row, entry):
+            return at[name] + ptx.i64(first_row + row) * (4 * width[name]) + ptx.i64(entry) * 4
+
+        tile.store(place, state)
+
+    def run_each(stream, lower, upper, start, keys, values) -> None:
+        """Runs a stream, and stores a partial result for each run from `lower` to `upper` - 1. start: the first step of a run."""
+
+        def one(run, slot):
+            slot, state = stream.run_part(start(run), start(run + 1), keys, values, slot, tile.empty())
+            store(runs.place(row_block, kv_head, run), state)
+            return slot
+
+        ptx.loop(lower, upper, ptx.i32(0), one)
+
     if plan.planes is not None:
         for n in range(0, plan.block_tiles, warps):
             with ptx.when(warp + n < plan.block_tiles):
                 tile.queries_to_float16(warp + n)
         ptx.synchronize(ptx.i32(0), warps)
-        state = streams[0].run(tile.quantized_keys, tile.quantized_values, state)
+        if runs:
+            of_groups = ptx.minimum(last, runs.of_groups)
+            run_each(streams[0], first, of_groups, runs.first_group, tile.quantized_keys, tile.quantized_values)
+        else:
+            state = streams[0].run(tile.quantized_keys, tile.quantized_values, state)
         with ptx.when(any_groups):
             ptx.wait_for_copies(0)
             tile.meet()
@@ -97,14 +124,11 @@ def emit_block(plan: Plan, refs: dict) -> None:
         recent.add_new(slot, chunk, plan.tokens)
         return tile.full_values(slot, chunk, *rest)
 
-    state = full.run(keys, values, state)
-    first_row = (block * plan.teams + warp // team) * plan.block_rows
-    width = {"out": H, "top": 1, "total": 1}
-
-    def place(name, row, entry):
-        return at[name] + ptx.i64(first_row + row) * (4 * width[name]) + ptx.i64(entry) * 4
-
-    tile.store(place, state)
+    if runs:
+        run_each(full, ptx.maximum(first, runs.of_groups), last, runs.first_chunk, keys, values)
+    else:
+        state = full.run(keys, values, state)
+        store(block * plan.teams + warp // team, state)
 
 
 def emit_merge(plan: Plan, refs: dict) -> None:
@@ -121,9 +145,13 @@ def emit_merge(plan: Plan, refs: dict) -> None:
     batch, token = place // (R * plan.kv_heads * plan.tokens), place // (R * plan.kv_heads) % plan.tokens
     row = token * R + place % R
     row_block, row = row // plan.block_rows, row % plan.block_rows
-    share = Partition(plan, at, kv_head, lane).of_row(batch)
-    first, workers = share.first, (share.end - share.first) * plan.teams
-    first = ((kv_head * plan.blocks_of_rows + row_block) * plan.splits + first) * plan.teams
+    if plan.fixed_runs:
+        runs = Runs.of_row(plan, at, kv_head, batch)
+        first, workers = runs.place(row_block, kv_head, 0), runs.number
+    else:
+        share = Partition(plan, at, kv_head, lane).of_row(batch)
+        first, workers = share.first, (share.end - share.first) * plan.teams
+        first = ((kv_head * plan.blocks_of_rows + row_block) * plan.splits + first) * plan.teams
 
     def index(worker):
         return ptx.i64((first + ptx.minimum(worker, workers - 1)) * plan.block_rows + row)

@@ -33,18 +33,34 @@ def unsupported(q: Array, layer: Layer, lengths: Lengths, view: View) -> str | N
 
 
 def decode_attention(
-    q: Float[Array, "B T N H"], layer: Layer, lengths: Lengths, view: View, *, config: Config | None = None
+    q: Float[Array, "B T N H"], layer: Layer, lengths: Lengths, view: View, *, config: Config | None = None, fixed_runs: bool = False
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K T C"] | None]:
-    """See `pallas_kernels.attention.decode_attention`. config: of anything but a `TokenCodesLayer`. Raises ValueError for one that cannot
-    work."""
+    """See `pallas_kernels.attention.decode_attention`.
+
+    Args:
+        config: of anything but a `TokenCodesLayer`, as `fixed_runs` is.
+        fixed_runs: whether a query token's result has the same bits whatever the number of tokens, the batch, the other rows and the
+            configuration (`mosaic_runs`).
+
+    Raises:
+        ValueError: a configuration that cannot work.
+    """
     if isinstance(layer, TokenCodesLayer):
         return mosaic_low_bits.decode_attention(q, layer, lengths), None
-    plan = plan_for(q, layer, view, config=config)
+    plan = plan_for(q, layer, view, config=config, fixed_runs=fixed_runs)
     out, mass, _ = run(plan, q, lengths, layer, view if plan.list_width else None)
     return out, mass if view.observed else None
 
 
-def plan_for(q: Array | jax.ShapeDtypeStruct, layer: Layer, view: View, *, appends: bool = False, config: Config | None = None) -> Plan:
+def plan_for(
+    q: Array | jax.ShapeDtypeStruct,
+    layer: Layer,
+    view: View,
+    *,
+    appends: bool = False,
+    config: Config | None = None,
+    fixed_runs: bool = False,
+) -> Plan:
     """The kernel for these shapes. Raises ValueError for a configuration that cannot work."""
     B, T, N, H = q.shape
     K, buffer_rows = layer.buffer.keys.shape[1:3]
@@ -66,6 +82,7 @@ def plan_for(q: Array | jax.ShapeDtypeStruct, layer: Layer, view: View, *, appen
         observe=view.observed and quantized,
         appends=appends,
         paged=quantized and layer.pages is not None,
+        fixed_runs=fixed_runs,
     )
     # The most query rows in a block that leave room for the ring.
     for max_rows in MAX_ROWS:
@@ -115,7 +132,7 @@ def launches(
         By name: "merged", the values read [B T N H], in float32 where the plan finds totals; where it appends, "keys" and "values" of the
         buffer; where it finds totals or observes, "everything", and where it observes, "observed", see `attention_mass`.
     """
-    from pallas_kernels.attention import mosaic_blocks
+    from pallas_kernels.attention import mosaic_blocks, mosaic_runs
 
     buffer = layer.buffer
     # How much there is to read in each row.
@@ -136,7 +153,9 @@ def launches(
             inputs |= {f"{name}_upper": planes.upper, f"{name}_scale": planes.scale, f"{name}_zero": planes.zero}
             if plan.planes == 2:
                 inputs[f"{name}_lower"] = planes.lower
-    lead = (plan.kv_heads * plan.blocks_of_rows, plan.splits * plan.teams, plan.block_rows)
+    blocks_of_heads = plan.kv_heads * plan.blocks_of_rows
+    partials = plan.batch * mosaic_runs.max_runs(plan) if plan.fixed_runs else plan.splits * plan.teams
+    lead = (blocks_of_heads, partials, plan.block_rows)
 
     def numbers(**shapes):
         return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
@@ -152,7 +171,7 @@ def launches(
     name = f"decode_attention_{'full' if plan.planes is None else f'int{4 * plan.planes}'}"
     name += "_listed" * (lists is not None) + "_observed" * plan.observe + "_appended" * plan.appends + "_paged" * plan.paged
     emit = functools.partial(mosaic_blocks.emit_block, plan)
-    blocks = lead[0] * plan.splits
+    blocks = blocks_of_heads * plan.splits
     found = launch(name, emit, inputs, partial | observed, blocks, plan.config.warpgroups, plan.shared_bytes, updated)
     shared = 4 * WARPS * (plan.head_dim + 1)
     rows = plan.batch * plan.tokens * plan.kv_heads * plan.heads_per_kv_head

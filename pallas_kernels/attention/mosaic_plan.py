@@ -70,6 +70,7 @@ class Plan:
         appends: whether queries, keys and values come as they were projected, for the kernel to rotate and to append.
         paged: whether the rows' groups lie in pages of a pool.
         totals: whether the sum of exponentials of each query row is found too, and values are in float32, to be combined with others.
+        fixed_runs: whether a query row is added up in an order that depends on its row's length alone (`mosaic_runs`).
     """
 
     batch: int
@@ -88,6 +89,7 @@ class Plan:
     appends: bool = False
     paged: bool = False
     totals: bool = False
+    fixed_runs: bool = False
     config: Config = Config(1)
 
     def configured(self, config: Config | None) -> "Plan":
@@ -99,7 +101,9 @@ class Plan:
             raise ValueError(f"splits is {config.splits}, should be at most {self.max_splits}")
         if config.warpgroups > WARPGROUPS:
             raise ValueError(f"{config} has {config.warpgroups} warpgroups; a block may have {WARPGROUPS}")
-        divided = [WARPS * config.warpgroups, self.head_dim // 16, *([self.group_size // 32] if self.planes else [])]
+        divided = [WARPS * config.warpgroups, self.head_dim // 16]
+        if self.planes or self.fixed_runs:
+            divided.append(self._max_slices)
         if any(number % config.team for number in divided):
             raise ValueError(f"a team of {config.team} warps does not divide {divided} warps, tiles of channels and words of tokens")
         plan = dataclasses.replace(self, config=config)
@@ -234,6 +238,17 @@ class Plan:
         return max(self.config.splits, self.batch)
 
     @property
+    def _max_slices(self) -> int:
+        """Warps of the largest team."""
+        return self.group_size // 32 if self.planes else WARPS
+
+    @property
+    def slices(self) -> int:
+        """Slices of a step's tokens whose sums a team keeps apart, and adds in their order at the end: one for each of its warps. With
+        fixed runs there is one for each warp of the largest team, so that the order is the same for any team."""
+        return self._max_slices if self.fixed_runs else self.config.team
+
+    @property
     def block_rows(self) -> int:
         """Query rows of a block."""
         return self.block_tiles * ROWS
@@ -255,9 +270,9 @@ class Plan:
     def of_team(self) -> Layout:
         """The parts that the warps of a team share: operands for the logits, which are queries times scales, and for the weighted values,
         which are softmax weights; then arrays of a number for each query. One array is added to logits, and each warp has two, or three
-        where it observes. A team of one warp shares nothing."""
+        where it observes; with fixed runs each slice. A team of one warp shares nothing."""
         keys = 0 if self.planes is None else 16 * self.head_dim * self.block_tiles
-        arrays = 1 + (3 if self.observe else 2) * self.config.team
+        arrays = 1 + (3 if self.observe else 2) * self.slices
         weights = 16 * max(self.group_size, self.chunk) * self.block_tiles
         return Layout({"keys": keys, "weights": weights, "numbers": arrays * self.numbers_bytes})
 
@@ -277,6 +292,8 @@ class Plan:
     @property
     def chunk(self) -> int:
         """Tokens of the full-precision cache that are read at a time."""
+        if self.fixed_runs:
+            return 16 * self.slices
         return 16 * max(self.config.team, 2 if self.head_dim <= 128 else 1)
 
     @property

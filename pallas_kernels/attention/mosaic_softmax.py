@@ -20,7 +20,8 @@ class SoftmaxTile:
 
     The state is a dict: out[n][i] are weighted values of channels 16 i + g and 16 i + g + 8 of this warp's channels, without offset[n],
     which is the sum of weights times zeros of this lane's tokens and the same for all channels; top[n] is the running maximum (base 2);
-    total[n] is the sum of weights of this lane's tokens.
+    total[n] is the sum of weights of this lane's tokens. Sums over this lane's tokens are pairs for two queries, one for each of the warp's
+    slices (`Plan.slices`).
     """
 
     def __init__(self, plan: Plan, at, lane, part, barrier, length):
@@ -33,6 +34,8 @@ class SoftmaxTile:
             self.halves, self.factors = (self.queries + plan.of_block.at(part) for part in ("halves", "factors"))
         self.tiles = range(plan.block_tiles)
         self.team = plan.config.team
+        self.slices = plan.slices // self.team  # of this warp
+        self.first_slice = part if self.slices == 1 else part * self.slices
         self.meet = functools.partial(ptx.synchronize, barrier, self.team)
         # A code is read as 1024 more, and the lower plane is stored plus 8; its unit is a sixteenth of the scale.
         self.excess, self.unit = (1024.0, 1.0) if plan.planes == 1 else (1032.0, 1 / 16)
@@ -40,27 +43,40 @@ class SoftmaxTile:
     def empty(self) -> dict:
         f = ptx.f32
         channels = range(self.plan.head_dim // 16 // self.team)
-        numbers = {"top": -1e30, "total": 0.0} | ({} if self.plan.planes is None else {"offset": 0.0})
-        state = {name: [[f(x)] * 2 for _ in self.tiles] for name, x in numbers.items()}
+        numbers = {"top": (-1e30, 1), "total": (0.0, self.slices)} | ({} if self.plan.planes is None else {"offset": (0.0, self.slices)})
+        state = {name: [[f(x)] * (2 * pairs) for _ in self.tiles] for name, (x, pairs) in numbers.items()}
         return {"out": [[(f(0.0),) * 4 for _ in channels] for _ in self.tiles], **state}
 
     def _numbers_at(self, array):
         """The address of this lane's part of a per-query array that the team shares: two numbers per tile."""
         return self.numbers + array * self.plan.numbers_bytes + self.t * (self.plan.numbers_bytes // 4)
 
+    def _sliced(self, items: list) -> list[list]:
+        """What a warp has of a step, by slices."""
+        size = len(items) // self.slices
+        return [items[i : i + size] for i in range(0, len(items), size)]
+
+    def _arrays_of_slices(self, first: int, sums: list) -> list[tuple]:
+        """For each of this warp's slices its array, from array `first` on, and its numbers [n] of sums over slices."""
+        return [(first + i, [pairs[2 * i : 2 * i + 2] for pairs in sums]) for i in range(self.slices)]
+
+    def _added(self, sums: list) -> list:
+        """Sums over slices [n], added in their order."""
+        return [[numerics.total(pairs[c::2]) for c in (0, 1)] for pairs in sums]
+
     def _share_numbers(self, first: int, values: list) -> None:
-        """Writes this warp's numbers [n] to its array, from array `first` on."""
-        at = self._numbers_at(first + self.part)
+        """Writes numbers [n] of a slice of this warp to its array; that of the team's first such slice is `first`."""
+        at = self._numbers_at(first + self.first_slice)
         flat = [x for pair in values for x in pair]
         with ptx.when(self.g == 0):
             for i in range(0, len(flat), 4):
                 ptx.store_shared(at + 4 * i, *flat[i : i + 4])
 
-    def _share_over_rows(self, first: int, values: list, combine: Callable) -> None:
+    def _share_over_rows(self, first: int, own, values: list, combine: Callable) -> None:
         """Combines numbers [n] over the lanes of a column, and writes them as `_share_numbers` does."""
         flat = [x for pair in values for x in pair]
         flat, index = fragments.scatter_rows(flat, self.g, combine)
-        at = self._numbers_at(first + self.part) + index * 4
+        at = self._numbers_at(first + own) + index * 4
         for i, x in enumerate(flat):
             ptx.store_shared(at + 4 * i, x)
 
@@ -89,7 +105,7 @@ class SoftmaxTile:
 
         peaks = [[more(n, c, peak(tiles, c) * units[n][c]) for c in (0, 1)] for n, tiles in enumerate(logits)]
         if self.team > 1:
-            self._share_over_rows(1, peaks, ptx.maximum)
+            self._share_over_rows(1, self.part, peaks, ptx.maximum)
             refill()
             peaks = self._shared_numbers(1, self.team, ptx.maximum)
         else:
@@ -102,11 +118,11 @@ class SoftmaxTile:
             alpha = [numerics.exp2(old - x) for old, x in zip(state["top"][n], top)]
             down = [more(n, c, ptx.f32(float(HEADROOM)) - x) for c, x in enumerate(top)]
             p = [tuple(numerics.exp2(numerics.fma(x, units[n][c % 2], down[c % 2])) for c, x in enumerate(s)) for s in tiles]
-            sums.append([numerics.total([x for s in p for x in s[c::2]]) for c in (0, 1)])
+            sums.append([numerics.total([x for s in tokens for x in s[c::2]]) for tokens in self._sliced(p) for c in (0, 1)])
             new["top"].append(top)
-            new["total"].append([numerics.fma(old, a, x) for old, a, x in zip(state["total"][n], alpha, sums[n])])
+            new["total"].append([numerics.fma(old, a, x) for old, a, x in zip(state["total"][n], alpha * self.slices, sums[n])])
             if "offset" in state:
-                new["offset"].append([old * a for old, a in zip(state["offset"][n], alpha)])
+                new["offset"].append([old * a for old, a in zip(state["offset"][n], alpha * self.slices)])
             alphas.append(alpha)
             weights.append(p)
         return new, alphas, weights, sums
@@ -218,11 +234,13 @@ class SoftmaxTile:
             # They take the place of the maxima and the excess.
             self.meet()
             for i, pairs in enumerate(sums.values()):
-                self._share_over_rows(1 + i * self.team, pairs, operator.add)
+                for array, values in self._arrays_of_slices(1 + i * self.plan.slices, pairs):
+                    self._share_over_rows(array, self.first_slice, values, operator.add)
             self.meet()
-            sums = {name: self._shared_numbers(1 + i * self.team, self.team, operator.add) for i, name in enumerate(sums)}
+            sums = {name: self._shared_numbers(1 + i * self.plan.slices, self.plan.slices, operator.add) for i, name in enumerate(sums)}
         else:
             sums = {name: [[fragments.all_rows(x, operator.add) for x in pair] for pair in pairs] for name, pairs in sums.items()}
+            sums = {name: self._added(pairs) for name, pairs in sums.items()}
             ptx.synchronize(None, 1)
         for n in self.tiles:
             for c in (0, 1):

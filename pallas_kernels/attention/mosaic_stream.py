@@ -23,9 +23,20 @@ class Pipeline:
             self._issue(unit, self.lower, places[unit // 2], ptx.i32(unit))
 
     def run(self, keys: Callable, values: Callable, state):
-        """Runs all steps, logits = keys(address, step, refill) and state = values(address, step, state, logits, refill); returns the state.
+        """Runs all steps and returns the state, see `run_part`."""
+        return self.run_part(self.lower, self.upper, keys, values, ptx.i32(0), state)[1]
+
+    def run_part(self, lower, upper, keys: Callable, values: Callable, slot, state) -> tuple:
+        """Runs steps lower to upper - 1, logits = keys(address, step, refill) and state = values(address, step, state, logits, refill).
 
         What a warp copied itself is there when these begin. The rest is there once they call `refill`, which waits for the whole team.
+
+        Args:
+            lower, upper: a part of the steps, which follows the parts that were run before.
+            slot: the slot of the first step.
+
+        Returns:
+            The slot of the step that follows, and the state.
         """
         last = self.plan.slots - 1
 
@@ -42,7 +53,7 @@ class Pipeline:
             state = values(self._arrived(slot), i, state, logits, functools.partial(self._refill, units[1], i, places[units[1] // 2], slot))
             return advance(slot), state
 
-        return ptx.loop(self.lower, self.upper, (ptx.i32(0), state), step)[1]
+        return ptx.loop(lower, upper, (slot, state), step)
 
     def _issue(self, unit: int, step, place, slot) -> None:
         # The unit-th half step from here, if it is within the run; `place` says where it lies.

@@ -27,8 +27,8 @@ class Tile(SoftmaxTile):
     team also share the queries times the keys' scales."""
 
     def _shared_pair(self, first: int, n: int, combine: Callable) -> list:
-        """Those of tile n, combined over the team's arrays from array `first` on."""
-        loaded = (ptx.load_shared(self._numbers_at(ptx.i32(first + i)) + 8 * n, 2, "f") for i in range(self.team))
+        """Those of tile n, combined over the arrays of the team's slices, from array `first` on."""
+        loaded = (ptx.load_shared(self._numbers_at(ptx.i32(first + i)) + 8 * n, 2, "f") for i in range(self.plan.slices))
         return [functools.reduce(combine, xs) for xs in zip(*loaded)]
 
     # The quantized region. A lane reads the same words of every row: word k of row r holds entries e = 4 (words t + k) .. e + 3 of the
@@ -92,11 +92,13 @@ class Tile(SoftmaxTile):
                 acc[half] = fragments.mma(acc[half], (weight[0], weight[0], weight[1], weight[1]), x, kind)
         return tuple(a + b for a, b in zip(*acc))[:2]
 
-    def _scaled(self, operand: list, scale: list) -> tuple[list, tuple]:
-        """The operand times the scales, and its excess: the sum times what the codes are read too large by."""
+    def _scaled(self, operand: list, scale: list, slices: int = 1) -> tuple[list, tuple]:
+        """The operand times the scales, and the excess of each of its slices: the sum times what the codes are read too large by."""
         scaled = self._each(numerics.multiply_f16, operand, scale)
         ones = self._each(lambda _: ptx.i32(ONES), scaled)
-        return scaled, tuple(x * self.excess for x in self._sums(scaled, ones, "f16"))
+        size = len(scaled) // slices
+        sums = [x for i in range(0, len(scaled), size) for x in self._sums(scaled[i : i + size], ones[i : i + size], "f16")]
+        return scaled, tuple(x * self.excess for x in sums)
 
     def _contract(self, at: list, row_bytes: int, plane_bytes: int, operand: Callable) -> list:
         """Products [m][n] of the codes of tile m, whose rows g and g + 8 are at at[m], with operand(n, k), summed over all words k."""
@@ -214,8 +216,15 @@ class Tile(SoftmaxTile):
         scale = self._half_scales(scale, factor)
         zeros = self._zeros_of_tokens(parameters + 2 * G, mine)
         state, alphas, weights, sums = self._softmax(state, *logits, refill)
-        state["offset"] = [[numerics.dot(p, zeros, c, old) for c, old in enumerate(pair)] for p, pair in zip(weights, state["offset"])]
-        scaled, excess = zip(*(self._scaled(self._weights_of_words(p, mine), scale) for p in weights))
+        state["offset"] = [
+            [
+                numerics.dot(tokens, rows, c, old[2 * i + c])
+                for i, (tokens, rows) in enumerate(zip(*map(self._sliced, (p, zeros))))
+                for c in (0, 1)
+            ]
+            for p, old in zip(weights, state["offset"])
+        ]
+        scaled, excess = zip(*(self._scaled(self._weights_of_words(p, mine), scale, self.slices) for p in weights))
 
         def operand(n, k):
             return scaled[n][k]
@@ -223,13 +232,17 @@ class Tile(SoftmaxTile):
         if self.team > 1:
             for n in self.tiles:
                 self._share_operand(self.weights, n, self.part * mine, words, scaled[n])
-            self._share_numbers(1 + self.team, excess)
+            for array, values in self._arrays_of_slices(1 + plan.slices, excess):
+                self._share_numbers(array, values)
             if plan.observe:
-                self._share_over_rows(1 + 2 * self.team, sums, operator.add)
+                for array, values in self._arrays_of_slices(1 + 2 * plan.slices, sums):
+                    self._share_over_rows(array, self.first_slice, values, operator.add)
             self._publish()
             self.meet()
-            excess = self._shared_numbers(1 + self.team, self.team, operator.add)
+            excess = self._shared_numbers(1 + plan.slices, plan.slices, operator.add)
             operand = self._shared_operand(self.weights, words)
+        else:
+            excess = self._added(excess)
         if plan.observe:
             self._store_observed(group, state["top"], sums)
         unit = inverse * self.unit
@@ -256,11 +269,11 @@ class Tile(SoftmaxTile):
         """
         to = self.observed + ptx.i64(group) * (4 * self.plan.padded_rows) + ptx.i64(self.t * 8)
         if self.team == 1:
-            whole = [[fragments.all_rows(x, operator.add) for x in pair] for pair in sums]
+            whole = self._added([[fragments.all_rows(x, operator.add) for x in pair] for pair in sums])
         for n, pair in enumerate(tops):
             # The first row of lanes of one warp.
             with ptx.when((self.part == n % self.team) & (self.g == 0)):
-                found = self._shared_pair(1 + 2 * self.team, n, operator.add) if self.team > 1 else whole[n]
+                found = self._shared_pair(1 + 2 * self.plan.slices, n, operator.add) if self.team > 1 else whole[n]
                 logarithms = [top + numerics.log2(x) for top, x in zip(pair, found)]
                 ptx.store_global_words(to + n * (4 * ROWS), *map(ptx.as_bits, logarithms))
         # Products follow, which all lanes run together.
