@@ -5,13 +5,25 @@ import enum
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from qspec_jax import demo
 from qspec_jax.caches.registry import CACHES, CacheConfig
 from qspec_jax.checkpoints import hub
+from qspec_jax.cli.eval_options import (
+    SETTINGS,
+    Files,
+    PromptTokens,
+    Scheme,
+    ScoredTokens,
+    contents_of,
+    loaded,
+    name_of_model,
+    token_ids_of,
+    with_embedded,
+)
+from qspec_jax.cli.exactness import exactness_commands
 from qspec_jax.cli.measuring import measure_and_show
 from qspec_jax.cli.options import (
     Calibrate,
@@ -41,25 +53,17 @@ from qspec_jax.evaluate import acceptance, acceptance_report, answers, needle, p
 from qspec_jax.evaluate import tasks as text_tasks
 from qspec_jax.evaluate.cache_views import cache_view
 from qspec_jax.evaluate.texts import token_stream
-from qspec_jax.files import read_text
 from qspec_jax.kept_rows import NOT_KEPT, KeptRows
-from qspec_jax.models.llama import Llama
-from qspec_jax.progress import working
 from qspec_jax.traces.trace import Trace
-from qspec_jax.training import corpus
 
 evaluations = typer.Typer(no_args_is_help=True, help="Measurements of a model.")
+evaluations.add_typer(exactness_commands)
 
-SETTINGS = "NAME[:SETTING=VALUE,...]"
 Mode = enum.StrEnum("Mode", {mode.replace("-", "_"): mode for mode in acceptance.MODES})
 Style = enum.StrEnum("Style", list(needle.FORMATS))
 VariantName = enum.StrEnum("VariantName", {name: name for name in quantizers.VARIANTS})
 TaskName = enum.StrEnum("TaskName", list(text_tasks.TASKS))
 
-Files = Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="Texts: the demo's held-out files, if not given.")]
-PromptTokens = Annotated[int, typer.Option(help="Context before the first token that is scored.")]
-ScoredTokens = Annotated[int, typer.Option(help="Tokens to score of each text.")]
-Scheme = Annotated[str, typer.Option(help="KV quantizer: int8_first or paper.")]
 ComparedDrafts = Annotated[
     list[str] | None,
     typer.Option(
@@ -74,32 +78,6 @@ ComparedCaches = Annotated[
     typer.Option("--cache", metavar=SETTINGS, help=f"{', '.join(CACHES)} (repeatable). With neither: full without a draft, and quantspec."),
 ]
 BatchSize = Annotated[int, typer.Option(min=1, help="Prompts at a time.")]
-
-
-def _model(
-    model: str | None, dtype: str | None, weights: str | None, *, quiet: bool, caches: Sequence[CacheConfig] = ()
-) -> tuple[Llama, Any]:
-    """The model and its tokenizer: those of a checkpoint, or the embedded ones. For `caches` see `load`."""
-    return load(*_with_embedded(model, dtype), quiet=quiet, weights=weights, caches=caches)
-
-
-def _with_embedded(model: str | None, dtype: str | None) -> tuple[str | Path, str | None]:
-    """The checkpoint and the dtype to load it as; without a checkpoint those of the embedded model."""
-    return (model, dtype) if model is not None else (demo.MODEL, dtype or demo.dtype())
-
-
-def _name(model: str | None) -> str:
-    return "the embedded model" if model is None else model
-
-
-def _contents(files: Sequence[Path] | None) -> list[tuple[str, str]]:
-    """Name and text of each of the files, or of the held-out ones."""
-    return [(str(path), read_text(path)) for path in files or corpus.held_out_files()]
-
-
-@working("tokenizing")
-def _token_ids(tokenizer: Any, contents: Sequence[tuple[str, str]]) -> dict[str, list[int]]:
-    return {name: tokenizer(text)["input_ids"] for name, text in contents}
 
 
 @evaluations.command("acceptance")
@@ -175,8 +153,8 @@ def acceptance_command(
     asked = acceptance_report.Comparison(drafts, gammas, temperature or [0.0, 1.0], modes, scheme, group_size, calibrate, seed)
 
     def measure(kept: KeptRows) -> acceptance_report.AcceptanceReport:
-        contents = [] if needles else _contents(file)
-        network, tokenizer = _model(model, dtype, weights, quiet=as_json)
+        contents = [] if needles else contents_of(file)
+        network, tokenizer = loaded(model, dtype, weights, quiet=as_json)
         if needles:
             settings = dict(depths=depth_list, samples=samples or 8, style=needles.value, seed=seed)
             walks = [acceptance_report.along_answers(network, tokenizer, size, **settings) for size in contexts]
@@ -184,12 +162,12 @@ def acceptance_command(
             stream = token_stream(tokenizer, [text for _, text in contents])
             walks = [acceptance_report.along_stream(stream, size, walked, texts or 4) for size in contexts]
         else:
-            tokens = _token_ids(tokenizer, contents)
+            tokens = token_ids_of(tokenizer, contents)
             walks = [acceptance_report.along_texts(tokens, size, walked, texts) for size in contexts]
         # Rows of an earlier run would be without their traces.
         places = dict(kept=kept if trace is None else NOT_KEPT, progress=False if as_json else None)
         on_trace = None if trace is None else traces.append
-        return acceptance_report.run(_name(model), network, tokenizer, walks, asked, **places, on_trace=on_trace)
+        return acceptance_report.run(name_of_model(model), network, tokenizer, walks, asked, **places, on_trace=on_trace)
 
     traces: list[Trace] = []
     with contextlib.nullcontext() if trace is None else page_to(trace, output) as write_trace:
@@ -239,10 +217,10 @@ def perplexity_command(
     sizes = dict(prompt_tokens=prompt_tokens, max_new_tokens=max_new_tokens, scheme=scheme, group_size=group_size)
 
     def measure(kept: KeptRows) -> perplexity.PerplexityReport:
-        contents = _contents(file)
-        network, tokenizer = _model(model, dtype, weights, quiet=as_json, caches=caches)
-        texts, progress = _token_ids(tokenizer, contents), False if as_json else None
-        return perplexity.run(_name(model), network, tokenizer, texts, names, **sizes, kept=kept, progress=progress)
+        contents = contents_of(file)
+        network, tokenizer = loaded(model, dtype, weights, quiet=as_json, caches=caches)
+        texts, progress = token_ids_of(tokenizer, contents), False if as_json else None
+        return perplexity.run(name_of_model(model), network, tokenizer, texts, names, **sizes, kept=kept, progress=progress)
 
     measure_and_show(command, measure, output, as_json=as_json, plot=plot)
 
@@ -269,10 +247,12 @@ def quantizers_command(
     sizes = dict(prompt_tokens=prompt_tokens, max_new_tokens=max_new_tokens, group_size=group_size)
 
     def measure(kept: KeptRows) -> quantizers.QuantizersReport:
-        contents = _contents(file)
-        network, tokenizer = _model(model, dtype, weights, quiet=as_json)
-        texts, progress = _token_ids(tokenizer, contents), False if as_json else None
-        return quantizers.run(_name(model), network, tokenizer, texts, variant or list(VariantName), **sizes, kept=kept, progress=progress)
+        contents = contents_of(file)
+        network, tokenizer = loaded(model, dtype, weights, quiet=as_json)
+        texts, progress = token_ids_of(tokenizer, contents), False if as_json else None
+        return quantizers.run(
+            name_of_model(model), network, tokenizer, texts, variant or list(VariantName), **sizes, kept=kept, progress=progress
+        )
 
     measure_and_show(command, measure, output, as_json=as_json, plot=plot)
 
@@ -308,7 +288,7 @@ def needle_command(
     places = dict(batch_size=batch_size, progress=False if as_json else None)
 
     def measure(kept: KeptRows) -> needle.NeedleReport:
-        network, tokenizer = _model(model, dtype, weights, quiet=as_json, caches=answers.caches_of(methods))
+        network, tokenizer = loaded(model, dtype, weights, quiet=as_json, caches=answers.caches_of(methods))
         return needle.run(network, tokenizer, **sizes, style=style.value, methods=methods, seed=seed, kept=kept, **places)
 
     measure_and_show(command, measure, output, as_json=as_json, plot=plot)
@@ -345,9 +325,9 @@ def tasks_command(
     places = dict(batch_size=batch_size, progress=False if as_json else None)
 
     def measure(kept: KeptRows) -> text_tasks.TasksReport:
-        contents = _contents(file)
-        network, tokenizer = _model(model, dtype, weights, quiet=as_json, caches=answers.caches_of(methods))
-        return text_tasks.run(_name(model), network, tokenizer, [text for _, text in contents], asked, methods, kept=kept, **places)
+        contents = contents_of(file)
+        network, tokenizer = loaded(model, dtype, weights, quiet=as_json, caches=answers.caches_of(methods))
+        return text_tasks.run(name_of_model(model), network, tokenizer, [text for _, text in contents], asked, methods, kept=kept, **places)
 
     measure_and_show(command, measure, output, as_json=as_json, plot=plot)
 
@@ -391,7 +371,7 @@ def harness_command(
     chosen = dict(num_fewshot=num_fewshot, limit=limit, apply_chat_template=apply_chat_template, system_instruction=system_instruction)
 
     def measure(kept: KeptRows) -> harness_report.HarnessReport:
-        checkpoint, dtype_of_model = _with_embedded(model, dtype)
+        checkpoint, dtype_of_model = with_embedded(model, dtype)
         directory = hub.local(checkpoint, progress=progress)
         network, tokenizer = load(directory, dtype_of_model, quiet=as_json, weights=weights, caches=caches)
         lm = harness.QspecLM(directory, **settings, progress=progress, model=network, tokenizer=tokenizer)

@@ -215,9 +215,9 @@ class Engine:
         """The state after prompts, with the first new token of each row. The device may still be computing it."""
         return self.prepare_prefill(self.prefill_of(prompts, sampler, keys, limits))()
 
-    def read(self, prompt: Sequence[int]) -> Reading:
-        """The result of reading a prompt, without a new token. The device may still be computing it."""
-        prefill = self.prefill_of([prompt])
+    def read(self, *prompts: Sequence[int]) -> Reading:
+        """The result of reading prompts, without new tokens. The device may still be computing it."""
+        prefill = self.prefill_of(prompts)
         self.compile_prefills([prefill])
         return prefill.read(self._executables)
 
