@@ -4,7 +4,9 @@ The cache is read in chunks with a running softmax (flash decoding in series), u
 prefill, and dequantized keys and values of one chunk at a time, so that nothing of cache size is ever made.
 """
 
-from collections.abc import Callable
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,22 @@ from pallas_kernels.formats.views import BOTH_PLANES, ChosenTokens, DenseView, L
 CHUNK_TOKENS = 1024
 # A full-precision cache is read without a copy where the logits of all its tokens are not more than this.
 MAX_LOGITS = 1 << 21
+# Tokens of a chunk that does not depend on the cache's capacity.
+FIXED_CHUNK_TOKENS = 256
+
+_fixed: contextvars.ContextVar[bool] = contextvars.ContextVar("_fixed", default=False)
+
+
+@contextlib.contextmanager
+def in_fixed_chunks() -> Iterator[None]:
+    """While attention is traced within the context, it reads caches in chunks of one size, at places that do not depend on the capacity:
+    the order of its sums then depends on a row's length alone. This takes longer."""
+    token = _fixed.set(True)
+    try:
+        yield
+    finally:
+        _fixed.reset(token)
+
 
 Partial = tuple[Array, Array, Array]  # running maximum [B, K, R], sum of exponentials [B, K, R], weighted values [B, K, R, H]
 Load = Callable[[Array | int], tuple[Array, Array, Bool[Array, "B #K #R S"]]]
@@ -63,11 +81,15 @@ def _by_query(rows: Float[Array, "B K R H"], q: Float[Array, "B T N H"]) -> Floa
 
 def _full(rows: Array, layer: FullLayer, length: Int[Array, "B"], T: int) -> Partial:
     capacity = layer.keys.shape[2]
-    chunk = min(max(CHUNK_TOKENS, MAX_LOGITS // rows.shape[2]), capacity)
+    fixed = _fixed.get()
+    chunk = FIXED_CHUNK_TOKENS if fixed else min(max(CHUNK_TOKENS, MAX_LOGITS // rows.shape[2]), capacity)
     query = jnp.arange(rows.shape[2]) // (rows.shape[2] // T)
     seen = length[:, None] - T + query + 1
 
     def load(i):
+        if fixed:
+            token = i * chunk + jnp.arange(chunk)
+            return _taken(layer.keys, token), _taken(layer.values, token), (token < seen[..., None])[:, None]
         start = jnp.minimum(i * chunk, capacity - chunk)
         token = start + jnp.arange(chunk)
         # The last chunk is pulled back to end at the capacity: leave out the tokens that the one before it has read.
@@ -165,15 +187,16 @@ def _groups(
     G, listed = layer.group_size, isinstance(view, ListedGroups)
     groups = view.groups.shape[2] if listed else layer.groups
     count = jnp.clip(view.count, 0, groups) if listed else (length // G)[:, None]
-    chunk = min(max(1, CHUNK_TOKENS // G), groups)
+    fixed = _fixed.get()
+    chunk = max(1, FIXED_CHUNK_TOKENS // G) if fixed else min(max(1, CHUNK_TOKENS // G), groups)
 
     def load(i):
-        start = jnp.minimum(i * chunk, groups - chunk)
+        start = i * chunk if fixed else jnp.minimum(i * chunk, groups - chunk)
         group = start + jnp.arange(chunk)
         visible = (group >= i * chunk) & (group < count[..., None])
 
         def take(x):
-            return _slice(x, start, chunk)
+            return _taken(x, group) if fixed else _slice(x, start, chunk)
 
         if listed or layer.pages is not None:
             # Numbers after the count may be of no group. They are weighted with 0, and must not be read as NaN.
@@ -262,25 +285,26 @@ def _attend(rows: Array, load: Load, capacity: int, chunk: int, length: Int[Arra
         return _merge(partial, (top, weights.sum(-1), read))
 
     empty = (jnp.full(rows.shape[:3], -jnp.inf, rows.dtype), jnp.zeros(rows.shape[:3], rows.dtype), jnp.zeros_like(rows))
-    if capacity <= chunk:
+    if capacity <= chunk and not _fixed.get():
         return step(0, empty)
     return lax.fori_loop(0, (length + chunk - 1) // chunk, step, empty)
 
 
 def _by_part(rows: Array, load: Load, capacity: int, chunk: int, length: Int[Array, ""], *, parts: int) -> Float[Array, "B K R P"]:
     """The logarithm of the sum of exponentials of the logits in each of `parts` equal parts; -inf where nothing of it is read."""
-    size = capacity // parts
+    size, fixed = capacity // parts, _fixed.get()
 
     def step(i, found: Array) -> Array:
         keys, _, visible = load(i)
         logits = _logits(rows, keys, visible)
         sums = jax.nn.logsumexp(logits.reshape(*logits.shape[:3], chunk // size, size), -1)
-        start = jnp.minimum(i * chunk, capacity - chunk) // size
+        start = (i * chunk if fixed else jnp.minimum(i * chunk, capacity - chunk)) // size
         old = lax.dynamic_slice_in_dim(found, start, chunk // size, axis=3)
         return lax.dynamic_update_slice_in_dim(found, jnp.maximum(old, sums), start, axis=3)
 
-    empty = jnp.full((*rows.shape[:3], parts), -jnp.inf, rows.dtype)
-    return lax.fori_loop(0, (length + chunk - 1) // chunk, step, empty)
+    room = -(-capacity // chunk) * chunk // size if fixed else parts  # chunks are not pulled back to end at the capacity
+    empty = jnp.full((*rows.shape[:3], room), -jnp.inf, rows.dtype)
+    return lax.fori_loop(0, (length + chunk - 1) // chunk, step, empty)[..., :parts]
 
 
 def _logits(rows: Array, keys: Array, visible: Bool[Array, "#B #K #R S"]) -> Float[Array, "B K R S"]:
@@ -300,6 +324,11 @@ def _slice(x: Array, start: Array | int, size: int) -> Array:
     if size == x.shape[2]:
         return x
     return lax.dynamic_slice_in_dim(x, start, size, axis=2)
+
+
+def _taken(x: Array, numbers: Int[Array, "n"]) -> Array:
+    """The entries of axis 2 with these numbers; for one beyond the end the last entry."""
+    return jnp.take(x, numbers, axis=2, mode="clip")
 
 
 def _product(letters: str, a: Array, b: Array, dtype) -> Array:

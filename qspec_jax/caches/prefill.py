@@ -13,13 +13,14 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from qspec_jax.caches.cache import Cache
+from qspec_jax.caches.uniform_prefill import filled_layer, logits_of_rows
 from qspec_jax.models.block import Angles, Block
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import CHUNK_TOKENS, attend_prompt, by_chunks, equal_parts, replaced
 
 
 def prefill(
-    model: Llama, tokens: Int[Array, "B S"], n: Int[Array, "B"], cache: Cache, *, num_queries: int = 0
+    model: Llama, tokens: Int[Array, "B S"], n: Int[Array, "B"], cache: Cache, *, num_queries: int = 0, uniform: bool = False
 ) -> tuple[Float[Array, "B V"], Cache] | tuple[Float[Array, "B V"], Cache, tuple[Float[Array, "B Q N H"], ...]]:
     """Logits after the last token of each prompt, and the cache that holds the prompts.
 
@@ -30,10 +31,11 @@ def prefill(
         cache: an empty one.
         num_queries: if it is not 0, also returns for each layer the queries after RoPE of this number of last tokens of each prompt, the
             last one in the last row, and zeros before a prompt's first.
+        uniform: whether the prompts are computed in blocks of one size, see `uniform_prefill`.
     """
     x, angles = embedded(model, tokens, n)
-    x, layers, last_queries = through_layers(model.layers, angles, x, n, cache, num_queries=num_queries)
-    out = last_logits(model, x, n), cache.filled(layers, n)
+    x, layers, last_queries = through_layers(model.layers, angles, x, n, cache, num_queries=num_queries, uniform=uniform)
+    out = last_logits(model, x, n, uniform=uniform), cache.filled(layers, n)
     return (*out, last_queries) if num_queries else out
 
 
@@ -51,6 +53,7 @@ def through_layers(
     cache: Cache,
     *,
     num_queries: int,
+    uniform: bool = False,
 ) -> tuple[Float[Array, "B S D"], tuple[Any, ...], tuple[Float[Array, "B Q N H"], ...]]:
     """The hidden states after these layers; the layers of the cache, filled with the prompts; and the last queries of each layer, see
     `prefill`.
@@ -61,10 +64,15 @@ def through_layers(
         x: the hidden states before these layers.
         n: tokens of each prompt.
         cache: an empty cache of the same number of layers.
-        num_queries: see `prefill`.
+        num_queries, uniform: see `prefill`.
     """
     layers, last_queries = [], []
     for i, block in enumerate(blocks):
+        if uniform:
+            x, layer, q = filled_layer(block, angles, x, n, cache, i)
+            layers.append(layer)
+            last_queries += [_last(q, n, num_queries)] if num_queries else []
+            continue
         q, k, v = by_chunks(block.before_attention, x, *block.angles_of(angles))
         cache_queries = min(cache.prompt_queries, q.shape[1])
         # The attended values overwrite the queries, so this barrier makes XLA slice the last queries first. Without it XLA may slice later,
@@ -86,9 +94,11 @@ def through_layers(
     return x, tuple(layers), tuple(last_queries)
 
 
-def last_logits(model: Llama, x: Float[Array, "B S D"], n: Int[Array, "B"]) -> Float[Array, "B V"]:
-    """Logits after the last token of each prompt, from the hidden states after the last layer."""
+def last_logits(model: Llama, x: Float[Array, "B S D"], n: Int[Array, "B"], *, uniform: bool = False) -> Float[Array, "B V"]:
+    """Logits after the last token of each prompt, from the hidden states after the last layer. uniform: see `prefill`."""
     last = jax.vmap(lambda row, at: row[at - 1])(x, n)
+    if uniform:
+        return logits_of_rows(model, last[:, None], n)
     return model.logits(last[:, None])[:, 0]
 
 

@@ -19,7 +19,7 @@ from qspec_jax.cli.options import (
     check_group_size,
     number_list,
 )
-from qspec_jax.decoding.config import GAMMA
+from qspec_jax.decoding.config import EXACT, GAMMA, TOKENS
 from qspec_jax.drafts.registry import AUTO, DRAFTS, NONE, USUAL, parse_draft
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import acceptance_report, exactness_report
@@ -54,6 +54,7 @@ def exactness_command(
         bool, typer.Option("--joined", help="Join the files, and cut --texts texts (4, if not given) from them, spread evenly.")
     ] = False,
     adaptive: Annotated[bool, typer.Option("--adaptive", help="Adapt the number of draft tokens per row to its past acceptance.")] = False,
+    exact: Annotated[str, typer.Option(metavar="|".join(EXACT), help="bits: all decodes, on a CPU, with passes of one shape.")] = TOKENS,
     scheme: Scheme = CacheConfig.scheme,
     group_size: GroupSize = None,
     dtype: DtypeOption = None,
@@ -72,8 +73,8 @@ def exactness_command(
         raise InputError(f"--gamma {min(gammas)} should be at least 1; decoding without drafts is compared anyway")
     if min(batches) < 1:
         raise InputError(f"--batch {min(batches)} should be at least 1")
-    settings = dict(scheme=scheme, group_size=group_size, adaptive=adaptive)
-    given = {name: value for name, value in settings.items() if value not in (None, False, CacheConfig.scheme)}
+    settings = dict(scheme=scheme, group_size=group_size, adaptive=adaptive, exact=exact)
+    given = {name: value for name, value in settings.items() if value not in (None, False, CacheConfig.scheme, TOKENS)}
     asked = exactness_report.Comparison(drafts, gammas, batches, cache, max_new_tokens, given)
     configs = [asked.config(draft, gamma) for draft, gamma, _ in asked.cases()]  # which refuses drafts that the cache does not take
     check_group_size(group_size, [configs[0].cache_config])

@@ -21,7 +21,7 @@ from qspec_jax.checkpoints.generation_defaults import SAMPLING, stored_defaults
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.cli import process
 from qspec_jax.decoding import diagnosis, processes
-from qspec_jax.decoding.config import GAMMA, GenerationConfig
+from qspec_jax.decoding.config import EXACT, GAMMA, TOKENS, GenerationConfig
 from qspec_jax.decoding.data_parallel import Place
 from qspec_jax.drafts.registry import AUTO, DRAFTS, NONE, DraftSettings
 from qspec_jax.errors import InputError, writing
@@ -246,6 +246,13 @@ class _Settings:
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")] = False
     cache: CacheOption = None
     group_size: GroupSize = None
+    exact: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(EXACT),
+            help="bits: on a CPU, greedy tokens are those of one-by-one decoding to the last one, near ties included; this takes longer.",
+        ),
+    ] = TOKENS
 
     def config(self) -> GenerationConfig:
         """The config of these options. Raises InputError for options that do not fit each other."""

@@ -14,6 +14,7 @@ import jax
 
 from pallas_kernels.formats.views import BOTH_PLANES, View
 from qspec_jax.decoding import data_parallel
+from qspec_jax.decoding.config import BITS
 from qspec_jax.decoding.prepare import ROWS_OF_AUTO, Prepared, prepare
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.results import BatchStats, Result
@@ -84,6 +85,8 @@ def run_batch(
         raise InputError("states are continued by `generate` and `stream`; a batch reads prompts")
     if strategy is not make_sampler and not prepared.keyed:
         raise InputError("a strategy of your own draws, so `prepare` should be given a key, such as jax.random.key(0)")
+    if strategy is not make_sampler and prepared.config.exact == BITS:
+        raise InputError(f"exact {BITS} is for greedy decoding, not for a strategy of your own; leave one of them out")
     cache = prepared.configs[0].cache_config
     if devices is not None and len(devices) > 1 and cache.in_host_memory:
         raise InputError(f"cache {prepared.configs[0].cache} has a part in host memory, which several devices would share; decode on one")

@@ -15,6 +15,7 @@ from qspec_jax.errors import InputError
 log = logging.getLogger(__name__)
 
 AUTOREGRESSIVE = "autoregressive"  # what reports call decoding without a draft
+TOKENS, BITS = EXACT = "tokens", "bits"  # values of `exact`
 GAMMA = 4  # the default of num_speculative_tokens
 # How each field is read; None is read as the default.
 READERS: dict[str, values.Reader] = {
@@ -23,6 +24,7 @@ READERS: dict[str, values.Reader] = {
     **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "min_draft_confidence"), values.number),
     **dict.fromkeys(("adaptive", "ignore_eos", "output_logprobs"), values.flag),
     "scheme": values.text,
+    "exact": values.text,
     "draft": values.draft,
     "draft_cost": values.optional(values.number),
     "cache": values.optional(values.text),
@@ -70,6 +72,9 @@ class GenerationConfig:
         top_logprobs: the number of most likely tokens whose log-probabilities are returned for each position.
         group_size: tokens of a KV group, for caches that have groups. None: the cache's default.
         scheme: the quantizer of the int8 cache, "int8_first" or "paper".
+        exact: "tokens" are the target's in exact arithmetic: passes of other shapes round differently, so near ties may be broken
+            differently. "bits": on a CPU, greedy tokens are those of one-by-one decoding of the prompt alone to the last one, at a cost
+            (`qspec_jax.decoding.exact_bits` says where it is refused).
     """
 
     max_new_tokens: int = 256
@@ -96,6 +101,7 @@ class GenerationConfig:
     top_logprobs: int = 0
     group_size: int | None = None
     scheme: str = CacheConfig.scheme
+    exact: str = TOKENS
 
     def __post_init__(self):
         def check(ok: bool, what: str):
@@ -114,6 +120,7 @@ class GenerationConfig:
                 parse_draft(self.draft)  # which raises InputError for what is no draft
             if self.num_speculative_tokens is None:
                 object.__setattr__(self, "num_speculative_tokens", GAMMA)
+        check(self.exact in EXACT, f"exact {self.exact!r:.60} should be one of {', '.join(EXACT)}")
         self._check_compatible(check)
         check(self.max_new_tokens >= 1, f"max_new_tokens {self.max_new_tokens} should be at least 1")
         check(self.num_return_sequences >= 1, f"num_return_sequences {self.num_return_sequences} should be at least 1")

@@ -20,7 +20,7 @@ from pallas_kernels.formats.views import BOTH_PLANES, View
 from qspec_jax.caches.cache import PooledCache
 from qspec_jax.decoding.adaptive import Adaptive
 from qspec_jax.decoding.compiled import Call, Compiled, rounded_up
-from qspec_jax.decoding.config import GenerationConfig, beside_draft
+from qspec_jax.decoding.config import BITS, GenerationConfig, beside_draft
 from qspec_jax.decoding.host_residence import none_resident, settled
 from qspec_jax.decoding.limits import Limits
 from qspec_jax.decoding.prefill import START, CacheChoice, Prefill, Reading, Sizes, kinds_of
@@ -33,6 +33,7 @@ from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket, padded
 from qspec_jax.models.sharding import mesh_of
+from qspec_jax.models.uniform import WIDTH, UniformModel
 from qspec_jax.models.viewed import ViewedModel
 from qspec_jax.progress import working
 
@@ -69,6 +70,7 @@ class Engine:
         logprobs: alternatives to each token whose log-probabilities are kept; None keeps none, not even the token's own.
         appended: the minimum number of tokens, besides one, that a pass may append to the cache.
         view: the part of its cache that the target reads; all of it, except for measurements.
+        uniform: whether the target's passes are computed in parts of one shape, see `qspec_jax.models.uniform`.
         on_compile: called with None when programs have to be made, and with the seconds that this took afterwards: 0 if another engine had
             made them.
 
@@ -88,6 +90,7 @@ class Engine:
         logprobs: int | None = None,
         appended: int = 0,
         view: View = BOTH_PLANES,
+        uniform: bool = False,
         on_compile: Callable[[float | None], None] = lambda seconds: None,
     ):
         cache.check_division(model)
@@ -95,14 +98,15 @@ class Engine:
             raise InputError("the only draft that is compatible with this cache is none")
         if cache.guesses:
             draft, gamma = NextTokenGuess(ViewedModel(model, view)), 1
-        self.target = ViewedModel(model, view)
+        self.target = UniformModel(model, view) if uniform else ViewedModel(model, view)
         self.draft = draft if gamma else None
         if self.draft is not None:
             check_made_for(self.draft, model)
         self.gamma = gamma = gamma if draft is not None else 0
         new = bucket(max_new_tokens)
+        appended = WIDTH - 1 if uniform else appended
         extra_rows = max(0 if self.draft is None else self.draft.extra_rows, appended - gamma)
-        self.sizes = Sizes(cache, bucket(prompt_tokens) + new, new, gamma, extra_rows, logprobs)
+        self.sizes = Sizes(cache, bucket(prompt_tokens) + new, new, gamma, extra_rows, logprobs, uniform)
         self.compile_s = 0.0
         self._on_compile = on_compile
         self._executables: dict[Hashable, jax.stages.Compiled] = {}
@@ -126,6 +130,7 @@ class Engine:
             gamma=max_drafts(model, longest),
             prompt_tokens=prompt_tokens,
             max_new_tokens=longest.max_new_tokens,
+            uniform=longest.exact == BITS,
             logprobs=min(rounded_up(max(alternatives)), model.config.vocab_size) if alternatives else None,
             **settings,
         )

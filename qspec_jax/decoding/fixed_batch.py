@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qspec_jax.decoding import state
-from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.config import BITS, GenerationConfig
 from qspec_jax.decoding.continued import Continued
 from qspec_jax.decoding.keys import stacked
 from qspec_jax.decoding.limits import make_limits
@@ -90,6 +90,8 @@ class Run:
     def __init__(self, prepared: Prepared, sampler: Sampler | None, rounds_per_update: int, *, follow: bool = False, traced: bool = False):
         if rounds_per_update < 1:
             raise InputError(f"rounds_per_update {rounds_per_update} should be at least 1")
+        if sampler is not None and prepared.config.exact == BITS:
+            raise InputError(f"exact {BITS} is for greedy decoding, not for a sampler of your own; leave one of them out")
         self.prompts, configs, tokenizer = prepared.prompts, prepared.configs, prepared.tokenizer
         # A stop string is looked for after every round, so that a row does not depend on how often it is updated.
         self.rounds_per_update = 1 if any(config.stop for config in configs) else rounds_per_update

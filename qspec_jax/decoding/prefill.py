@@ -42,6 +42,7 @@ class Sizes:
         gamma: the maximum number of drafts in a round.
         extra_rows: tokens beyond the drafts of a round that the draft appends to the cache at a time.
         logprobs: alternatives to each token whose log-probabilities are kept; None: not even the token's own is.
+        uniform: whether prompts are computed in blocks of one size, see `qspec_jax.caches.uniform_prefill`.
     """
 
     cache: CacheChoice
@@ -50,6 +51,7 @@ class Sizes:
     gamma: int
     extra_rows: int
     logprobs: int | None
+    uniform: bool = False
 
     @property
     def unaccepted_tokens(self) -> int:
@@ -91,7 +93,7 @@ def _prefilled(
     """All layers at once."""
     empty = sizes.empty_cache(target.model, tokens.shape[0])
     with jax.named_scope("prefill"):
-        found = prefill(target.model, tokens, n, empty, num_queries=_num_queries(draft))
+        found = prefill(target.model, tokens, n, empty, num_queries=_num_queries(draft), uniform=sizes.uniform)
     return _read(draft, tokens, n, *found, sizes=sizes)
 
 
@@ -112,7 +114,9 @@ def _ended(
     sizes: Sizes,
 ) -> Reading:
     """After the last layer. x: its hidden states. cache: with all of its layers filled."""
-    return _read(draft, tokens, n, last_logits(target.model, x, n), cache.filled(cache.layers, n), queries, sizes=sizes)
+    return _read(
+        draft, tokens, n, last_logits(target.model, x, n, uniform=sizes.uniform), cache.filled(cache.layers, n), queries, sizes=sizes
+    )
 
 
 def _read(
@@ -174,7 +178,7 @@ def _num_queries(draft: Draft | None) -> int:
 
 PREFILL = Compiled(_prefilled, static_argnames=("sizes",))
 BEGIN = Compiled(_begun, static_argnames=("sizes",))
-LAYER = Compiled(through_layers, static_argnames=("num_queries",), donate_argnames=("x", "cache"))
+LAYER = Compiled(through_layers, static_argnames=("num_queries", "uniform"), donate_argnames=("x", "cache"))
 END = Compiled(_ended, static_argnames=("sizes",), donate_argnames=("cache",))
 START = Compiled(_started, static_argnames=("sizes",))
 
@@ -307,7 +311,7 @@ class Prefill:
         cache = cache.part(slice(i, i + 1))
         variant = x.shape[:2], any(map(in_host, jax.tree.leaves(cache.layers))), self.kinds[i]
         args = [self.target.model.layers[i]], angles, x, self.n, cache
-        return Call(LAYER, args, dict(num_queries=_num_queries(self.draft)), variant)
+        return Call(LAYER, args, dict(num_queries=_num_queries(self.draft), uniform=self.sizes.uniform), variant)
 
     def _start(self, logits: Array) -> Call:
         seen = self.tokens if self.limits.asks_what_was_seen else None

@@ -17,8 +17,9 @@ from jaxtyping import Array, Key
 
 from qspec_jax.decoding import resolve
 from qspec_jax.decoding.chat import with_chats
-from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.engine import Engine
+from qspec_jax.decoding.config import BITS, GenerationConfig
+from qspec_jax.decoding.engine import Engine, max_drafts
+from qspec_jax.decoding.exact_bits import check_bits
 from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.requests import (
     Request,
@@ -40,7 +41,15 @@ log = logging.getLogger(__name__)
 
 ROWS_OF_AUTO = 32  # for which draft auto is resolved where the batch size depends on the memory that the draft leaves
 OF_STATES = ("draft", "cache", "group_size", "scheme", "num_speculative_tokens")  # settings that a state is made for
-SHARED = ("draft", "cache", "eos_token_ids", "ignore_eos", "group_size", "scheme")  # settings that all requests of a batch have in common
+SHARED = (
+    "draft",
+    "cache",
+    "eos_token_ids",
+    "ignore_eos",
+    "group_size",
+    "scheme",
+    "exact",
+)  # settings that all requests of a batch have in common
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,6 +214,11 @@ def completed(
     given = draft.chosen() if draft else ()
     if reader is None:
         draft = resolve.resolve_prompt_settings(model, draft, configs, prompts)
+    if config.exact == BITS:
+        if reader is not None or any(request.prefix for request in found):
+            raise InputError(f"exact {BITS} is for whole prompts, not for states and requests with a prefix; leave it out")
+        for each in configs:
+            check_bits(model, each, draft, max_drafts(model, each))
     choices = draft.chosen() if draft and draft.chosen() != given else ()
     configs = resolve.fill_draft_costs(model, configs, lengths, draft)
     settled = (dataclasses.replace(request, config=each) for request, each in zip(found, configs, strict=True))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.config import BITS, GenerationConfig
 from qspec_jax.decoding.engine import Engine, max_drafts
 from qspec_jax.decoding.host_residence import none_resident
 from qspec_jax.decoding.prepare import OF_STATES, Prepared, config_of, prepare
@@ -110,6 +110,8 @@ def _read(
 
 
 def _reader(prepared: Prepared) -> Reader:
+    if prepared.config.exact == BITS:
+        raise InputError(f"exact {BITS} is for whole prompts, not for states; leave it out")
     model, config = prepared.model, prepared.requests[0].config
     cache = none_resident(config.cache_config)  # a state is copied where it is continued, for which the device should have room
     settings = {name: getattr(config, name) for name in OF_STATES} | {"draft": prepared.config.draft}

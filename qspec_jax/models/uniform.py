@@ -1,0 +1,92 @@
+"""Passes that are computed in parts of one shape, so that the bits of a token's logits do not depend on what else a pass holds.
+
+XLA chooses the order of a sum by shapes and by what surrounds it. Here each part, some tokens of one row, is a computation of its own, with
+the same shapes in every program. This is for CPUs.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.attention.reference import in_fixed_chunks
+from qspec_jax.models.llama import AttendingCache
+from qspec_jax.models.viewed import ViewedModel
+
+WIDTH = 16  # tokens of a row in a part of a pass
+
+
+def alone(function: Callable, *args: Any, never: Array) -> Any:
+    """function(*args) as a computation of its own: a loop of one trip, which XLA cannot inline.
+
+    Args:
+        function: of arrays, or trees of them.
+        args: its arguments.
+        never: False, of which XLA does not know the value.
+    """
+    empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *args))
+
+    def once(carry):
+        args, _, count = carry
+        return args, function(*args), count + 1
+
+    return lax.while_loop(lambda carry: carry[2] < jnp.where(never, 0, 1), once, (args, empty, jnp.int32(0)))[1]
+
+
+def of_row(tree: Any, b: Array) -> Any:
+    """Row b of arrays whose first axis is the batch, as a batch of one."""
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, b, 1, 0), tree)
+
+
+def with_row(tree: Any, b: Array, row: Any) -> Any:
+    """The arrays with their row b replaced."""
+    return jax.tree.map(lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, b, 0), tree, row)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class UniformModel(ViewedModel):
+    """A model of which every pass is computed as passes of one row and `WIDTH` tokens, those after the last one without effect.
+
+    The cache has room for `WIDTH` tokens after those of a row, and the arrays of its layers have the batch as their first axis.
+    """
+
+    def __call__(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: AttendingCache
+    ) -> tuple[Float[Array, "B T V"], AttendingCache]:
+        passed = super().__call__
+        logits, cache, _ = self._by_row(lambda *row: (*passed(*row), ()), tokens, positions, cache)
+        return logits, cache
+
+    def observed(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: AttendingCache
+    ) -> tuple[Float[Array, "B T V"], AttendingCache, tuple[Float[Array, "B K T C"], ...]]:
+        return self._by_row(super().observed, tokens, positions, cache)
+
+    def _by_row(self, one_row: Callable, tokens: Array, positions: Array, cache: Any) -> tuple[Array, Any, tuple[Array, ...]]:
+        B, T = tokens.shape
+        if T > WIDTH:
+            raise ValueError(f"a pass of {T} tokens; with passes of one shape it should have at most {WIDTH}")
+        tokens = jnp.pad(tokens, ((0, 0), (0, WIDTH - T)))
+        positions = positions[:, :1] + jnp.arange(WIDTH)
+        never = cache.lengths.total[0] < 0
+
+        def passed(tokens: Array, positions: Array, row: Any) -> tuple[Array, tuple, tuple[Array, ...]]:
+            with in_fixed_chunks():
+                logits, row, masses = one_row(tokens, positions, row)
+            return logits, row.layers, masses
+
+        def results(b: Array, layers: tuple) -> tuple[Array, tuple, tuple[Array, ...]]:
+            return alone(passed, *of_row((tokens, positions, cache.with_layers(layers)), b), never=never)
+
+        def step(b: Array, found: tuple) -> tuple:
+            return with_row(found, b, results(b, found[1]))
+
+        shapes = jax.eval_shape(results, jnp.int32(0), cache.layers)
+        empty = jax.tree.map(lambda x: jnp.zeros((B, *x.shape[1:]), x.dtype), (shapes[0], shapes[2]))
+        logits, layers, masses = lax.fori_loop(0, B, step, (empty[0], cache.layers, empty[1]))
+        return logits[:, :T], cache.advance(layers, T), tuple(mass[:, :, :T] for mass in masses)

@@ -1,0 +1,169 @@
+"""`exact="bits"`: on a CPU, the bits of greedy decoding do not depend on drafts, gamma, the batch, or its other rows."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runs import random_model, random_prompts
+
+from pallas_kernels.attention.reference import decode_attention, in_fixed_chunks
+from pallas_kernels.formats.kv_cache import FullLayer, Lengths
+from pallas_kernels.formats.views import BOTH_PLANES, FULL_PRECISION
+from qspec_jax.decoding.batch import run_batch
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.generate import generate
+from qspec_jax.decoding.prepare import prepare
+from qspec_jax.decoding.reading import prefill
+from qspec_jax.decoding.requests import Request
+from qspec_jax.decoding.sampling import Greedy, prompt_keys
+from qspec_jax.errors import InputError
+from qspec_jax.models.viewed import ViewedModel
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="exact bits is for CPUs")
+
+PROMPTS = random_prompts([40, 100, 70])
+ALIKE = random_prompts([100, 90, 70])  # of one padded length, so that decoding each alone takes one program
+BITS = dict(exact="bits", cache="int8", group_size=16, ignore_eos=True, max_new_tokens=40)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """One layer whose logits are close to one another."""
+    return random_model(jnp.bfloat16, num_hidden_layers=1, tie_word_embeddings=False)
+
+
+def read(model, exact: str, *prompts):
+    """What an engine reads of prompts."""
+    config = GenerationConfig(draft="none", **BITS | {"exact": exact})
+    engine = prepare(model, list(prompts), config=config).engine()
+    return engine, engine.read(*prompts)
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return random_prompts([120] * 3, seed=7)
+
+
+def passes(target: ViewedModel, cache, texts, tokens: int, count: int = 16) -> np.ndarray:
+    """The logits of `count` tokens of each text after the first 96, by passes of some tokens."""
+    found = []
+    step = jax.jit(lambda target, *args: target(*args))
+    for at in range(96, 96 + count, tokens):
+        of_pass = jnp.asarray([text[at : at + tokens] for text in texts])
+        logits, cache = step(target, of_pass, jnp.broadcast_to(jnp.arange(at, at + tokens), of_pass.shape), cache)
+        found.append(np.asarray(logits))
+    return np.concatenate(found, 1)[:, :count]
+
+
+def test_a_token_has_the_same_logits_in_every_pass(model, texts):
+    """Of any number of tokens, at any place in it, alone and beside other rows; the usual passes differ."""
+    engine, alone = read(model, "bits", texts[0][:96])
+    _, beside = read(model, "bits", *(text[:96] for text in texts))
+    by_one = passes(engine.target, alone.cache, texts[:1], 1)[0]
+    assert np.isfinite(by_one).all()
+    for rows, cache, tokens in ((1, alone.cache, 8), (3, beside.cache, 16)):
+        assert (passes(engine.target, cache, texts[:rows], tokens)[0] == by_one).all()
+    usual = ViewedModel(model, BOTH_PLANES)
+    assert (passes(usual, alone.cache, texts[:1], 8)[0] != passes(usual, alone.cache, texts[:1], 1)[0]).any()
+
+
+def test_a_prompt_is_read_alike_beside_longer_ones(model, texts):
+    """And not so by the usual passes."""
+    for exact, same in (("bits", True), ("tokens", False)):
+        (_, alone), (_, beside) = read(model, exact, PROMPTS[0]), read(model, exact, PROMPTS[0], texts[0][:96], texts[1][:96])
+        assert (np.asarray(alone.logits[0]) == np.asarray(beside.logits[0])).all() == same
+
+
+def check_batch(model, prompts, draft: str, gamma: int, cache: str = "int8") -> None:
+    """A batch with a draft has the tokens of each prompt alone without one, and after prefill its log-probabilities, to the last bit."""
+    settings = BITS | dict(cache=cache, output_logprobs=True)
+    together = generate(model, prompts, config=GenerationConfig(draft=draft, num_speculative_tokens=gamma, **settings))
+    for b, prompt in enumerate(prompts):
+        alone = generate(model, [prompt], config=GenerationConfig(draft="none", **settings))
+        assert together.token_ids[b] == alone.token_ids[0]
+        assert together.logprobs[b][1:] == alone.logprobs[0][1:]
+
+
+def test_a_batch_with_a_draft_emits_what_one_by_one_decoding_does(model):
+    check_batch(model, ALIKE, "prompt-lookup", 8)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    ("draft", "gamma", "cache"),
+    [("quantspec", 1, "int8"), ("quantspec:weight_bits=16", 7, "int8"), ("sparse:weight_bits=16", 3, "int8"), ("prompt-lookup", 2, "full")],
+)
+def test_every_draft_in_a_batch_emits_what_one_by_one_decoding_does(model, draft, gamma, cache):
+    """Beside prompts of other lengths, whose cache is larger."""
+    check_batch(model, PROMPTS, draft, gamma, cache)
+
+
+@pytest.mark.system
+def test_refilled_slots_emit_what_one_by_one_decoding_does(model):
+    config = GenerationConfig(draft="prompt-lookup", num_speculative_tokens=2, **BITS)
+    requests = [Request(prompt, config, key) for prompt, key in zip(PROMPTS, prompt_keys(jax.random.key(0), 3), strict=True)]
+    found = {result.index: result.token_ids for result in run_batch(model, requests, batch_size=2)}
+    for b, prompt in enumerate(PROMPTS):
+        alone = generate(model, [prompt], config=GenerationConfig(draft="none", **BITS))
+        assert found[b] == alone.token_ids[0]
+
+
+def test_fixed_chunks_read_what_chunks_of_the_capacity_do():
+    """Whatever the capacity, with the very same bits; and nothing after the end."""
+    rng, found = np.random.default_rng(0), []
+    q, keys, values = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 3, 4, 16), (2, 2, 700, 16), (2, 2, 700, 16)))
+    lengths = Lengths(jnp.zeros(2, jnp.int32), jnp.array([300, 517]))
+    for capacity in (520, 700):
+        layer = FullLayer(keys[:, :, :capacity], values[:, :, :capacity])
+        with in_fixed_chunks():
+            found.append(np.asarray(decode_attention(q, layer, lengths, FULL_PRECISION)[0]))
+    assert (found[0] == found[1]).all()
+    np.testing.assert_allclose(found[0], decode_attention(q, layer, lengths, FULL_PRECISION)[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(cache="kivi"), "is for the caches full and int8, not for kivi"),
+        (dict(cache="int8:host=lower"), "not for int8:host=lower"),
+        (dict(temperature=0.5), "is for greedy decoding, and temperature is 0.5"),
+        (dict(num_speculative_tokens=16), "at most 15 drafts in a round, and num_speculative_tokens (gamma) is 16"),
+        (dict(num_return_sequences=2), "is for one sample"),
+        (dict(exact="bit"), "exact 'bit' should be one of tokens, bits"),
+    ],
+)
+def test_what_does_not_hold_is_refused(model, changes, words):
+    with pytest.raises(InputError) as error:
+        prepare(model, PROMPTS, config=GenerationConfig(**dict(draft="prompt-lookup") | BITS | changes), key=jax.random.key(0))
+    assert words in str(error.value)
+
+
+def test_states_other_devices_and_windows_are_refused(model, monkeypatch):
+    config = GenerationConfig(draft="none", **BITS)
+    with pytest.raises(InputError, match="is for whole prompts, not for states"):
+        prefill(model, PROMPTS[0], config=config)
+    with pytest.raises(InputError, match="not for a sampler of your own"):
+        generate(model, PROMPTS, config=config, sampler=Greedy(), key=jax.random.key(0))
+    sampled = Request(PROMPTS[1], dataclasses.replace(config, temperature=0.5), jax.random.key(0))
+    with pytest.raises(InputError, match="for greedy decoding"):
+        prepare(model, [Request(PROMPTS[0], config, jax.random.key(0)), sampled])
+    with pytest.raises(InputError, match="not for states and requests with a prefix"):
+        prepare(model, [Request(PROMPTS[0], config, jax.random.key(0), prefix=8)])
+    state = prefill(model, PROMPTS[0], config=dataclasses.replace(config, exact="tokens"))
+    with pytest.raises(InputError, match="is for whole prompts, not for states"):
+        generate(model, state, config=dataclasses.replace(config, cache=None, draft="auto", group_size=None))
+    windowed = random_model(jnp.float32, num_hidden_layers=1, architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=8)
+    with pytest.raises(InputError, match="without sliding windows"):
+        prepare(windowed, PROMPTS, config=config)
+    monkeypatch.setattr("qspec_jax.decoding.exact_bits.dispatch.platform", lambda: "gpu")
+    with pytest.raises(InputError, match="is for CPUs, and this decodes on a gpu"):
+        prepare(model, PROMPTS, config=config)
+
+
+def test_a_pass_has_no_more_tokens_than_it_is_computed_in(model):
+    engine, reading = read(model, "bits", PROMPTS[0])
+    with pytest.raises(ValueError, match="a pass of 17 tokens"):
+        engine.target(jnp.zeros((1, 17), jnp.int32), jnp.arange(17)[None], reading.cache)
+    assert type(read(model, "tokens", PROMPTS[0])[0].target) is ViewedModel and engine.target.view == BOTH_PLANES
