@@ -80,6 +80,7 @@ def outcome_of(requests, model, draft):
     return outcome(run_batch(model, with_draft(requests, draft), batch_size=1))
 
 
+@pytest.mark.system
 def test_stop_strings_and_sequences(model, tokenizer, draft):
     requests = some_requests(8)
     plain = outcome(run_batch(model, with_draft(requests, draft), batch_size=3, tokenizer=tokenizer))
@@ -251,10 +252,9 @@ PARTS = {
     ("method", "layers"),
     [
         ("sparse", 2),
-        *(
-            pytest.param(*case, marks=pytest.mark.system)
-            for case in (("none", 3), ("streaming-llm:budget=24,sinks=2", 2), ("quantspec", 3))
-        ),
+        ("none", 3),
+        ("streaming-llm:budget=24,sinks=2", 2),
+        ("quantspec", 3),
     ],
 )
 def test_long_prompts_are_prefilled_in_parts(method, layers, monkeypatch):
@@ -321,7 +321,7 @@ def test_a_run_that_is_over_holds_nothing_on_the_device(results, model, draft):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("method", ["none", pytest.param("sparse", marks=pytest.mark.system)])
+@pytest.mark.parametrize("method", ["none", "sparse"])
 def test_short_prompts_are_prefilled_together(method, model, paged, monkeypatch):
     """Two at a time, if both are short and there are two slots: the same results, and lines begin in their order."""
     requests = some_requests(12)

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rich.console
-from tiers import in_system
 
 from pallas_kernels.attention import decode_attention
 from pallas_kernels.formats.views import DenseView
@@ -256,9 +255,9 @@ def test_json(run):
 @pytest.mark.parametrize(
     ("shape", "flags", "name"),
     [
-        pytest.param("tiny-int4-T1-256", ["--listed", 0.4], "tiny-int4-T1-256-listed-0.4", marks=pytest.mark.system),
-        pytest.param("tiny-int8", ["--observe"], "tiny-int8-T3-ragged-observed", marks=pytest.mark.system),
-        *in_system(("tiny-int8", ["--observe", "--append"], "tiny-int8-T3-ragged-appended-observed")),
+        ("tiny-int4-T1-256", ["--listed", 0.4], "tiny-int4-T1-256-listed-0.4"),
+        ("tiny-int8", ["--observe"], "tiny-int8-T3-ragged-observed"),
+        ("tiny-int8", ["--observe", "--append"], "tiny-int8-T3-ragged-appended-observed"),
         ("tiny-int4-T1-256", ["--listed", 0.4, "--append"], "tiny-int4-T1-256-appended-listed-0.4"),
         ("tiny-bf16", ["--append"], "tiny-bf16-T3-ragged-appended"),
     ],

@@ -56,6 +56,7 @@ def test_table_of_a_checkpoint(run, directory, tmp_path):
     assert "Batch size 2" in out and next(line for line in out.splitlines() if line.startswith("refilled")).split()[6] == "0.0"
 
 
+@pytest.mark.system
 def test_memory_in_use_is_told_where_the_device_says(run, one_layer, monkeypatch):
     says = type("Device", (), {"memory_stats": lambda self: {"peak_bytes_in_use": 3_210_000_000}, "device_kind": "GPU"})
     monkeypatch.setattr(batch.jax, "local_devices", lambda: [says()])

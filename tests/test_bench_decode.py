@@ -103,6 +103,7 @@ def test_batches_are_measured_at_each_size(decoded_batches):
         assert row.speedup == pytest.approx(row.tokens_per_second / baseline.tokens_per_second)
 
 
+@pytest.mark.system
 def test_rows_of_a_batch_accept_independently_and_all_run(decoded_batches):
     (_, _), (_, _), (_, (emitted, one_by_one, _)), (_, (ended, counts, lengths)) = decoded_batches
     assert len(set(counts.accepted.tolist())) > 1 and len(set(lengths.tolist())) > 1
@@ -246,7 +247,7 @@ def test_what_was_given_out_of_a_devices_memory(run, monkeypatch):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("draft", [pytest.param("streaming-llm", marks=pytest.mark.system), "snapkv:cache=int8,generated=1"])
+@pytest.mark.parametrize("draft", ["streaming-llm", "snapkv:cache=int8,generated=1"])
 def test_a_draft_with_a_cache_of_its_own_is_timed(run, one_layer, draft):
     code, out, _ = run(*FAST, "--draft", draft, "--simulate-ratio", 0.8, "--json")
     baseline, row = json.loads(out)["rows"]

@@ -89,6 +89,7 @@ def test_rows(report):
     assert sampled.repeated_ngrams == 0 and greedy.repeated_ngrams is not None
 
 
+@pytest.mark.system
 def test_teacher_forced_acceptance_is_that_of_the_evaluation(report, directory, stream):
     model = loading.load_model(directory, progress=False)
     texts = [stream[: CONTEXT + NEW], stream[-CONTEXT - NEW :]]

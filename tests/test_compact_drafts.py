@@ -64,7 +64,8 @@ def test_what_is_missing_behind_a_full_acceptance_is_seen(model, monkeypatch):
     [
         (2 * G, EVERYTHING[1]),
         (3, EVERYTHING[2]),
-        *(pytest.param(*case, marks=pytest.mark.system) for case in ((3, EVERYTHING[1]), (2 * G, EVERYTHING[2]))),
+        (3, EVERYTHING[1]),
+        (2 * G, EVERYTHING[2]),
     ],
 )
 def test_what_a_round_left_in_an_int8_cache_is_taken_in(shallow, text, gamma):
@@ -104,10 +105,11 @@ def after_rounds(model, prompts, text: str, rounds: int, **settings):
     ("positions", "cache", "rounds"),
     [
         *(("window", "full", 5), ("kept", "int8", 5), ("window", "int8", 0)),
-        *(
-            pytest.param(*case, marks=pytest.mark.system)
-            for case in (("kept", "full", 0), ("window", "full", 0), ("kept", "int8", 0), ("window", "int8", 5), ("kept", "full", 5))
-        ),
+        ("kept", "full", 0),
+        ("window", "full", 0),
+        ("kept", "int8", 0),
+        ("window", "int8", 5),
+        ("kept", "full", 5),
     ],
 )
 def test_streaming_llm_is_a_forward_pass_over_sinks_and_window(shallow, positions, cache, rounds):

@@ -102,7 +102,7 @@ def test_quantspec_on_a_coarse_target(float64, gamma):
 
 # Batches of three with the other gammas: test_exactness.py. One layer compiles in half the time. Every gamma: the test above.
 @pytest.mark.system
-@pytest.mark.parametrize("batch, gamma, layers", [(3, 4, 2), *(pytest.param(1, gamma, 1, marks=pytest.mark.system) for gamma in GAMMAS)])
+@pytest.mark.parametrize("batch, gamma, layers", [(3, 4, 2), *((1, gamma, 1) for gamma in GAMMAS)])
 def test_float32_against_a_baseline_padded_to_as_many_rows(batch, gamma, layers):
     model, draft = model_and_draft("float32", layers)
     config = dataclasses.replace(QUANTSPEC, num_speculative_tokens=gamma)

@@ -285,6 +285,7 @@ def test_the_page_on_families_names_every_field_of_one():
     assert [field.name for field in dataclasses.fields(Architecture) if f"`{field.name}`" not in page] == []
 
 
+@pytest.mark.system
 def test_a_new_draft_is_under_60_lines_and_runs(monkeypatch, shallow):
     monkeypatch.setattr(demo, "MODEL", shallow)
     monkeypatch.setattr(registry, "DRAFTS", dict(registry.DRAFTS))

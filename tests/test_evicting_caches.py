@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from runs import prepared, random_model, random_prompts, run_rounds
+from tiers import in_system
 
 from pallas_kernels.formats.kv_cache import Lengths
 from pallas_kernels.rope_append import split_and_rotate
@@ -121,7 +122,7 @@ def predicted(model, prompt: list[int], cache: str) -> tuple[list[int], list[flo
     return chosen, scores
 
 
-@pytest.mark.parametrize("cache", EVICTING)
+@pytest.mark.parametrize("cache", [EVICTING[-1], *in_system(*EVICTING[:-1])])
 def test_tokens_and_scores_are_the_rule_s(cache):
     """Past several evictions: with drafts that are rolled back, one at a time in slots that are refilled, and of text fed a block at a
     time."""

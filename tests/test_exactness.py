@@ -213,7 +213,7 @@ class LongBlocksWithRows(LongBlocks):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("kind", [TriForceDraft, LongBlocks, pytest.param(LongBlocksWithRows, marks=pytest.mark.system)])
+@pytest.mark.parametrize("kind", [TriForceDraft, LongBlocks, LongBlocksWithRows])
 def test_a_middle_that_reads_the_targets_cache_has_room_in_it(model, targets, drafts, kind):
     """Every draft is accepted; what a longer block feeds beyond the room for the round is clamped onto rows that are valid."""
     draft = kind(drafts["two levels"].small, QuantSpecDraft(ViewedModel(model, BOTH_PLANES)), gamma1=8)

@@ -67,7 +67,6 @@ OBSERVED = ["olmo2-widths"]
 # With a draft that has a cache of its own: what keys, and queries, go through.
 OF_ATTENTION = ["olmo2-widths", "glm4-partial", "hunyuan-alpha", "ministral3-scaled"]
 # Where halves of a layer are left out: norms after them, windows, and experts. Others are among the longer tests.
-SKIPPED = ["olmo2-widths", "gemma3-window", "qwen3_moe-experts"]
 GREEDY = GenerationConfig(group_size=8, max_new_tokens=24, ignore_eos=True, num_speculative_tokens=3)
 
 
@@ -222,7 +221,7 @@ def test_drafts_emit_the_targets_tokens(directory, small, name):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("cache", ["kivi:residual=8", pytest.param("specache:bits=1,residual=16,k=3", marks=pytest.mark.system)])
+@pytest.mark.parametrize("cache", ["kivi:residual=8", "specache:bits=1,residual=16,k=3"])
 def test_caches_of_few_bits_score_what_they_generate(small, cache):
     """KIVI's and SpeCache's hold the keys of a model whose norms and RoPE are not Llama's: one token at a time as in one pass."""
     name = "olmo2-widths"
@@ -238,7 +237,7 @@ def test_caches_of_few_bits_score_what_they_generate(small, cache):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("name", [*SKIPPED, *(pytest.param(name, marks=pytest.mark.system) for name in DIFFERENT if name not in SKIPPED)])
+@pytest.mark.parametrize("name", [*DIFFERENT, "gemma3-window"])
 def test_skipped_sublayers(directory, name):
     """By one program for all choices as by a program of their own, whatever is between two attentions."""
     with jax.enable_x64(True):

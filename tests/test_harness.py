@@ -54,7 +54,7 @@ def asked(*args) -> SimpleNamespace:
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("names", [("qspec_last", "qspec_lines"), pytest.param(NAMES, marks=pytest.mark.system)], ids=len)
+@pytest.mark.parametrize("names", [("qspec_last", "qspec_lines"), NAMES], ids=len)
 def test_answers_are_those_of_transformers(loaded, names):
     """make_harness_golden.py has them, with torch."""
     expected, found = json.loads(GOLDEN.read_text()), answers(of(loaded, cache="full", draft="none"), None, str(demo.MODEL), names)
@@ -112,10 +112,10 @@ def test_what_several_continuations_share_is_read_once():
     [
         ("int8", 4),
         ("specache", 7),
-        *(
-            pytest.param(cache, reads, marks=pytest.mark.system)
-            for cache, reads in (("h2o", 4), ("full", 4), ("kivi:group=8", 4), ("int4", 7))
-        ),
+        ("h2o", 4),
+        ("full", 4),
+        ("kivi:group=8", 4),
+        ("int4", 7),
     ],
 )
 def test_more_continuations_than_rows_are_forks_of_one_state(float64, loaded_tiny, monkeypatch, cache, reads):

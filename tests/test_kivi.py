@@ -126,6 +126,7 @@ def test_a_draft_emits_the_target_s_own_tokens():
                 np.testing.assert_array_equal(each.quantized, np.maximum(0, total // 8 - 1) * 8)
 
 
+@pytest.mark.system
 def test_single_tokens_and_other_rows():
     """`tokens` gives what attention reads; and a row that takes another's place is as it was."""
     model, prompts = random_model("float32", num_hidden_layers=1), random_prompts([41, 20])

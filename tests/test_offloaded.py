@@ -12,7 +12,6 @@ import pytest
 from checkpoints import hf_config, write_checkpoint
 from gpus import gpu
 from runs import prepared, random_model, random_prompts, run_rounds, with_draft
-from tiers import in_system
 
 from qspec_jax.bench.architectures import random_int4
 from qspec_jax.caches import host_memory
@@ -90,16 +89,17 @@ def test_tokens_and_codes_are_those_on_the_device():
                         np.testing.assert_array_equal(*pair)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("cache", "draft"),
     [
-        *in_system(("full:host=all", "quantspec:weight_bits=16")),  # whose steps read the target's cache
-        pytest.param("full:host=all,resident=0.5", "retrieval:budget=44,chunk=2", marks=pytest.mark.system),  # which looks tokens up in it
+        ("full:host=all", "quantspec:weight_bits=16"),  # whose steps read the target's cache
+        ("full:host=all,resident=0.5", "retrieval:budget=44,chunk=2"),  # which looks tokens up in it
         ("int8:host=lower,resident=0.5", "none"),
-        *in_system(("int8:host=all", "quantspec:weight_bits=16")),  # which copies the upper plane
-        pytest.param("int8:host=all,resident=0.5", "retrieval:budget=44,chunk=2", marks=pytest.mark.system),
-        pytest.param("int8:host=lower", "triforce:model={small},middle=(retrieval:budget=44,chunk=2)", marks=pytest.mark.system),
-        pytest.param("int8:host=all", "streaming-llm:budget=20,sinks=3", marks=pytest.mark.system),
+        ("int8:host=all", "quantspec:weight_bits=16"),  # which copies the upper plane
+        ("int8:host=all,resident=0.5", "retrieval:budget=44,chunk=2"),
+        ("int8:host=lower", "triforce:model={small},middle=(retrieval:budget=44,chunk=2)"),
+        ("int8:host=all", "streaming-llm:budget=20,sinks=3"),
     ],
 )
 def test_others_and_layers_that_are_resident(cache, draft, small):
@@ -319,8 +319,8 @@ def test_batches_on_a_gpu(cache, draft, dtype, monkeypatch):
     ("cache", "draft", "settings"),
     [
         ("int8:host=lower,resident=0.5", "quantspec:weight_bits=16", dict(temperature=0.8)),
-        pytest.param("full:host=all", "none", {}, marks=pytest.mark.system),
-        pytest.param("specache:residual=16,k=4,host=store", "none", {}, marks=pytest.mark.system),
+        ("full:host=all", "none", {}),
+        ("specache:residual=16,k=4,host=store", "none", {}),
     ],
 )
 def test_batches(cache, draft, settings, monkeypatch):

@@ -180,6 +180,7 @@ def test_the_draft_reads_the_targets_own_codes(tmp_path, caplog):
     assert out.token_ids == alone.token_ids
 
 
+@pytest.mark.system
 def test_packed_weights_are_converted_and_verified(tmp_path):
     write_quantized(tmp_path / "hf", "awq")
     source, out = tmp_path / "hf", tmp_path / "out"

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from runs import prepared, random_model, random_prompts
-from tiers import in_system
 
 from pallas_kernels.formats.views import FULL_PRECISION
 from qspec_jax.caches.schedule import Schedule, eligible_drafts
@@ -54,7 +53,8 @@ def test_the_acceptance_of_rounds_is_the_conditional_one():
         assert expected_rounds(schedule, 6, Asked(0.8, 0.0)).acceptance is None
 
 
-@pytest.mark.parametrize("own", [False, *in_system(True)])
+@pytest.mark.system
+@pytest.mark.parametrize("own", [False, True])
 def test_passes_of_a_round_are_those_that_are_planned(own):
     """The first draft comes from `first_pass` tokens, each other from a step; counted in a proposal that is run without compiling it."""
     model, gamma = random_model(jnp.float32, num_hidden_layers=1), 4

@@ -221,6 +221,7 @@ def test_rows_that_fit_beside_a_prefix(network, config, monkeypatch):
     assert len(list(run)) == 3 and run.stats.batch_size == 2
 
 
+@pytest.mark.system
 def test_samples_in_openais_form(network, tokenizer, config):
     body = {"model": "m", "prompt": "import", "n": 3, "max_tokens": 4}
     (line,) = read(network, tokenizer, config, {"custom_id": "r", "method": "POST", "url": "/v1/completions", "body": body})

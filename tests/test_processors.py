@@ -75,7 +75,7 @@ def test_tokens_have_the_targets_distribution(options):
 @pytest.mark.system
 @pytest.mark.parametrize(
     "options",
-    [SCHEDULES["both"], *(pytest.param(SCHEDULES[name], marks=pytest.mark.system) for name in ("adaptive", "confidence"))],
+    SCHEDULES.values(),
     ids=str,
 )
 def test_schedules_keep_the_distribution(options):
@@ -138,9 +138,7 @@ def test_greedy_tokens_are_the_targets(options, name, model, draft):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(
-    "settings", [{"temperature": 0.9, "repetition_penalty": 1.4, "top_k": 9}, pytest.param({"draft": "none"}, marks=pytest.mark.system)]
-)
+@pytest.mark.parametrize("settings", [{"temperature": 0.9, "repetition_penalty": 1.4, "top_k": 9}, {"draft": "none"}])
 def test_logprobs_are_the_targets_own(settings, model, draft):
     config = dataclasses.replace(CONFIG, cache="int8", top_logprobs=3, **settings)
     draft = draft if config.speculative else None

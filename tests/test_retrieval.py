@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from runs import prepared, random_model, random_prompts
-from tiers import in_system
 
 from qspec_jax.caches.host_memory import in_host
 from qspec_jax.decoding.config import GenerationConfig
@@ -74,9 +73,8 @@ def test_a_budget_beyond_the_room_copies_everything(model):
     assert state.draft.own.layers[0].keys.shape[2] < 400  # and has no more room than there are tokens
 
 
-@pytest.mark.parametrize(
-    ("settings", "accepted", "anew"), [("rebuild=6", 2, [2, 4]), *in_system(("rebuild=0,least_accepted=0.7", 0, [2, 4]))]
-)
+@pytest.mark.system
+@pytest.mark.parametrize(("settings", "accepted", "anew"), [("rebuild=6", 2, [2, 4]), ("rebuild=0,least_accepted=0.7", 0, [2, 4])])
 def test_the_choice_is_made_anew(model, settings, accepted, anew):
     """Two rounds later, by the number of tokens or for want of accepted drafts; only in rows that go on, with the queries of that time."""
     draft = make_draft(f"retrieval:budget=60,chunk={CHUNK},{settings}", model)

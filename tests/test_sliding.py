@@ -112,10 +112,11 @@ def test_greedy_tokens_are_the_targets(model, draft):
         assert 0 < found.stats.num_accepted_draft_tokens < found.stats.num_draft_tokens
 
 
+@pytest.mark.system
 @mostly_some
 @pytest.mark.parametrize(
     "cache",
-    ["h2o:heavy=8,recent=8", *in_system("full", "kivi", "streaming-llm:sinks=2,window=9")],
+    ["h2o:heavy=8,recent=8", "full", "kivi", "streaming-llm:sinks=2,window=9"],
 )
 def test_greedy_tokens_over_other_caches(model, cache):
     prompts = random_prompts([5, 45])
@@ -136,7 +137,7 @@ def test_a_batch_whose_rows_share_pages(model, paged):
 
 @pytest.mark.system
 @mostly_some
-@pytest.mark.parametrize("cache", ["int8", pytest.param("full", marks=pytest.mark.system)])
+@pytest.mark.parametrize("cache", ["int8", "full"])
 def test_states(model, cache, tmp_path):
     """Reading on, in pieces, past windows and flushes, is one-by-one decoding; forks, files and batches go on."""
     prompt, text = random_prompts([30, 60])

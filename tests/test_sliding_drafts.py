@@ -85,6 +85,7 @@ def test_a_draft_that_reads_every_token_is_the_target(model, small, expected, dr
     assert warm.token_ids[0] == found.token_ids[1] and warm.stats.rows[0] == found.stats.rows[1]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("draft", [STREAMING, *few(TRIFORCE, *MORE)])
 def test_with_less_of_the_text_not_all_is_accepted(model, small, expected, draft):
     found = generate(model, PROMPTS, config=config(model, draft.format(40, small=small), "full", num_speculative_tokens=5))

@@ -129,7 +129,7 @@ def test_its_cache_holds_what_a_prefill_of_the_text_gives(model, settings):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("sinks", [3, pytest.param(0, marks=pytest.mark.system)])
+@pytest.mark.parametrize("sinks", [3, 0])
 def test_a_window_of_the_text_is_read_as_if_it_were_all(model, sinks):
     """By a model of one layer, in which a token's keys and values depend on no other token: what it drafts in each round is what it says
     after the first tokens, the window, and what came since: for the first draft the tokens that the cache lacked, then drafts."""
@@ -268,6 +268,7 @@ def test_command_lines(run, fails, directory, tmp_path):
     fails([*generate, "--draft", f"small-model:model={directory}", "--sensitive-layers", "1"], "--sensitive-layers")
 
 
+@pytest.mark.system
 def test_a_batch_belongs_to_the_drafts_checkpoint_too(run, fails, directory, tmp_path):
     """Sampled tokens follow the draft's."""
     source, draft = tmp_path / "in", tmp_path / "draft"

@@ -140,7 +140,7 @@ def test_scores_of_real_text_go_by_guesses_too():
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("fetch", ["checked", pytest.param("ahead", marks=pytest.mark.system)])
+@pytest.mark.parametrize("fetch", ["checked", "ahead"])
 def test_what_is_generated_is_what_is_scored(fetch):
     """With few tokens fetched the guess decides which: decoding, by the draft, the others in host memory, and scoring, by a loop of its
     own, come to the same."""
@@ -230,7 +230,7 @@ def test_a_row_depends_on_nothing_but_itself(monkeypatch):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("host", ["store", pytest.param("none", marks=pytest.mark.system)])
+@pytest.mark.parametrize("host", ["store", "none"])
 def test_a_row_that_is_full_is_not_touched_by_another_s_flush(host):
     """What is stored for a row that is not due goes behind its last quantized token, also where it has no room for more."""
     with jax.enable_x64(True):

@@ -218,7 +218,7 @@ def test_a_file_is_for_the_same_model_cache_and_draft(model, tmp_path):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("draft", ["snapkv", pytest.param("sparse", marks=pytest.mark.system)])
+@pytest.mark.parametrize("draft", ["snapkv", "sparse"])
 def test_states_grow_with_what_is_read(model, draft):
     """A state of little room is extended and goes on generating beyond it."""
     settings = config(model, draft, max_new_tokens=20)
@@ -243,7 +243,7 @@ def test_states_grow_at_the_end_of_the_positions(draft, cache):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("cache", ["int8", pytest.param("full", marks=pytest.mark.system)])
+@pytest.mark.parametrize("cache", ["int8", "full"])
 def test_states_grow_where_other_numbers_of_tokens_are_read_together(model, monkeypatch, tmp_path, cache):
     """As those of a file that another version of this program has saved."""
     settings = config(model, cache=cache)
@@ -259,7 +259,7 @@ def test_states_grow_where_other_numbers_of_tokens_are_read_together(model, monk
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("rounds", [60, pytest.param(700, marks=pytest.mark.system)])
+@pytest.mark.parametrize("rounds", [60, 700])
 def test_memory_is_flat(model, rounds):
     """States that are made, forked, extended and dropped leave nothing: in the larger test 2,100 and as many that generate."""
     settings = config(model, "quantspec", max_new_tokens=3)

@@ -43,9 +43,7 @@ def config(cache, draft="none", **changes) -> GenerationConfig:
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(
-    "fetch", ["checked", *(pytest.param(fetch, marks=pytest.mark.system) for fetch in ("now", "ahead", "checked,host=store"))]
-)
+@pytest.mark.parametrize("fetch", ["checked", "now", "ahead", "checked,host=store"])
 def test_what_is_fetched_goes_on(shallow, fetch, tmp_path, monkeypatch):
     """Little is fetched, so that every token depends on the guess before it; over flushes, in pieces, in batches and through a file."""
     model, settings = shallow, config(f"{SPECACHE},fetch={fetch}", ignore_eos=True, max_new_tokens=30)
@@ -91,9 +89,9 @@ def test_what_is_fetched_goes_on(shallow, fetch, tmp_path, monkeypatch):
     "cache, draft",
     [
         ("int8:host=lower", "quantspec:weight_bits=16"),
-        pytest.param("full:host=all,resident=0.5", "retrieval:budget=44,chunk=2", marks=pytest.mark.system),
-        pytest.param("int8:host=all", "streaming-llm:budget=20,sinks=3", marks=pytest.mark.system),
-        pytest.param("full:host=all", "none", marks=pytest.mark.system),
+        ("full:host=all,resident=0.5", "retrieval:budget=44,chunk=2"),
+        ("int8:host=all", "streaming-llm:budget=20,sinks=3"),
+        ("full:host=all", "none"),
     ],
 )
 def test_states_in_host_memory_are_those_on_the_device(shallow, cache, draft, tmp_path, monkeypatch):

@@ -71,9 +71,7 @@ def test_acceptance_is_that_of_the_straight_way(model, small, draft, adaptive, t
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(
-    "draft, cache", [("quantspec", "int8"), ("retrieval:budget=44,chunk=2,rebuild=8", "int8"), *in_system(("none", "specache"))]
-)
+@pytest.mark.parametrize("draft, cache", [("quantspec", "int8"), ("retrieval:budget=44,chunk=2,rebuild=8", "int8"), ("none", "specache")])
 def test_stop_strings_that_cut_a_round(draft, cache):
     """The state holds the tokens up to the one that completes the stop string, and no accepted draft after it."""
     model, tokenizer = random_model("float64", vocab_size=4096, num_hidden_layers=1), load_tokenizer(demo.MODEL)

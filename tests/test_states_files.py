@@ -122,6 +122,7 @@ MADE_UP = {
 }
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", MADE_UP)
 def test_content_that_is_made_up_with_its_checksum(model, saved, name):
     """One sentence, and nothing is allocated of the sizes that it names."""

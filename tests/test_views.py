@@ -77,6 +77,7 @@ def test_chosen_tokens_are_those_of_the_listed_groups(trained, run):
         assert np.abs(run(LargestMass(jnp.full(2, 1), whole_groups)) - run(UPPER_PLANE)).max() > 1e-3
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("chunk", [1024, 20])
 def test_what_a_view_covers(monkeypatch, chunk):
     """The largest mass by token and by group, and the share of a listed group, against a softmax that is written down here."""
