@@ -259,9 +259,8 @@ def test_states_grow_where_other_numbers_of_tokens_are_read_together(model, monk
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("rounds", [60, 700])
-def test_memory_is_flat(model, rounds):
-    """States that are made, forked, extended and dropped leave nothing: in the larger test 2,100 and as many that generate."""
+def test_memory_is_flat(model, rounds=700):
+    """States that are made, forked, extended and dropped leave nothing: 2,100 of them, and as many that generate."""
     settings = config(model, "quantspec", max_new_tokens=3)
     state = prefill(model, TEXT[:40], config=settings, room=ROOM)
     pool, sizes = state.reader.pool, set()
