@@ -112,6 +112,7 @@ def test_rows_of_a_batch_accept_independently_and_all_run(decoded_batches):
     assert len(set(counts.rounds.tolist())) == 1 and ended.max() == 100 > ended.min()
 
 
+@pytest.mark.system
 def test_floors_of_batches_count_weights_once_and_every_rows_cache(decoded_batches, small_model):
     weights, layers = weight_bytes(small_model), small_model.config.num_layers
     one, four = ({row.method: row for row, _ in decoded_batches if row.batch_size == size} for size in (1, 4))

@@ -100,6 +100,7 @@ def test_teacher_forced_acceptance_is_that_of_the_evaluation(report, directory, 
         assert expected.drafted > 0
 
 
+@pytest.mark.system
 def test_free_running_tokens_are_those_of_generate(report, directory, stream, monkeypatch):
     """The same prompts, sampler and keys: the same share of repeated 8-grams and acceptance over the whole of a text."""
     model = loading.load_model(directory, progress=False)
@@ -116,6 +117,7 @@ def test_free_running_tokens_are_those_of_generate(report, directory, stream, mo
     assert row.rounds == rounds - 4 and row.acceptance_ratio == pytest.approx(accepted / drafted, abs=8 / drafted)
 
 
+@pytest.mark.system
 def test_table(report, run, directory, file):
     flags = ["--model", directory, "--file", file, "--context", CONTEXT, "--gamma", GAMMA, "--max-new-tokens", NEW, "--texts", 2]
     code, out, _ = run("bench", "end-to-end", *flags, "--no-calibrate")
@@ -130,6 +132,7 @@ def test_table(report, run, directory, file):
     assert "rounded to nearest" in out and "2 texts of 100 tokens" in out
 
 
+@pytest.mark.system
 def test_plot(report, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     path = tmp_path / "speed.png"
@@ -167,6 +170,7 @@ def test_what_cannot_be_compiled_is_left_to_fail_in_its_turn(monkeypatch):
     acceptance.compile_side_by_side([(), ()])
 
 
+@pytest.mark.system
 def test_drafts_side_by_side(monkeypatch, run, directory, file, report, tmp_path):
     """A row and a walk for each draft and gamma beside one baseline; each in the table with its own acceptance, and in the plot."""
     given = {"quantspec": 0.7, "sparse:budget=0.25": 0.6}

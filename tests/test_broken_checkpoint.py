@@ -140,6 +140,7 @@ def test_a_tensor_in_two_files_may_be_the_same(tmp_path):
     assert loaded(load_model(directory)).keys() == random_tensors(hf_config()).keys()
 
 
+@pytest.mark.system
 def test_mutated_headers_are_refused_or_read(tmp_path, monkeypatch):
     directory = write_checkpoint(tmp_path, hf_config(num_hidden_layers=1))
     found = places(load_config(directory))

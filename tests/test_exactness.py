@@ -276,6 +276,7 @@ def test_a_coarse_target_is_met_too(model, targets, one_bit):
     assert differing >= 4  # the coarse cache is coarse enough to change tokens
 
 
+@pytest.mark.system
 def test_a_cap_one_larger_is_seen(model, one_bit, monkeypatch):
     expected = coarse_targets(model, one_bit)
     monkeypatch.setattr(Schedule, "draft_room", lambda schedule, lengths: 2 * schedule.flush_size - lengths.buffered)

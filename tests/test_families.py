@@ -270,7 +270,8 @@ def test_calibration(directory, name):
 # Converted, and divided -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gemma3-window", *in_system(*DIFFERENT)])
+@pytest.mark.system
+@pytest.mark.parametrize("name", ["gemma3-window", *DIFFERENT])
 def test_converted_and_exported(directory, name, tmp_path):
     source = directory(name)
     convert(source, tmp_path / "out", draft_bits=4, progress=False)

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from checkpoints import hf_config, random_tensors, write_checkpoint
 from runs import with_draft
-from tiers import in_system
 
 from qspec_jax import GenerationConfig, InputError, demo, generate
 from qspec_jax.checkpoints.loading import load_model
@@ -51,9 +50,8 @@ def test_where_padding_begins():
     assert padding_from(TOKENIZER, PADDED) == IDS and padding_from(TOKENIZER, IDS) is padding_from(None, PADDED) is None
 
 
-@pytest.mark.parametrize(
-    ("draft", "temperature"), [("quantspec", 1.0), *in_system(("none", 1.0), ("quantspec", 0.0), ("prompt-lookup", 1.0))]
-)
+@pytest.mark.system
+@pytest.mark.parametrize(("draft", "temperature"), [("quantspec", 1.0), ("none", 1.0), ("quantspec", 0.0), ("prompt-lookup", 1.0)])
 def test_padding_is_never_generated(draft, temperature, loud):
     config = dataclasses.replace(GREEDY, draft=draft, temperature=temperature)
     settings = dict(config=config, key=jax.random.key(0))

@@ -151,6 +151,7 @@ def test_results_do_not_depend_on_pages_slots_and_neighbours(directory, monkeypa
             assert alike(found, range(9)) == alike(expected, ORDER)
 
 
+@pytest.mark.system
 def test_ragged_rows_pay_for_what_they_hold(directory, monkeypatch):
     """The pool is as large as three rows that follow one another ever need, and not three times the longest of them."""
     made, batch_of = [], Engine.batch_of

@@ -7,6 +7,7 @@ import sys
 
 import processes
 import pytest
+from tiers import in_system
 
 from qspec_jax import demo
 
@@ -41,7 +42,7 @@ def test_standard_input_that_is_closed_is_so_by_every_name(name):
     assert f"InputError: {name}: cannot be read (Bad file descriptor)" in done.stderr.decode()
 
 
-@pytest.mark.parametrize("output", ["/dev/stdout", "-"])
+@pytest.mark.parametrize("output", ["/dev/stdout", *in_system("-")])
 def test_no_result_is_lost_in_silence(output, tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "def"}')

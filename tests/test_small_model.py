@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from checkpoints import hf_config, rope_settings, write_checkpoint
 from runs import prepared, random_model, random_prompts, run_rounds, with_draft
-from tiers import in_system
 
 from pallas_kernels.formats.views import BOTH_PLANES
 from qspec_jax import demo
@@ -94,12 +93,10 @@ def full_cache(model, batch, capacity):
     return CacheConfig("full").empty(model.config, batch=batch, capacity=capacity, num_speculative_tokens=0, dtype=model.dtype)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "settings",
-    [
-        {},
-        *in_system({"adaptive": True, "draft_cost": 0.6}, {"min_draft_confidence": 0.05, "num_speculative_tokens": 6}),
-    ],
+    [{}, {"adaptive": True, "draft_cost": 0.6}, {"min_draft_confidence": 0.05, "num_speculative_tokens": 6}],
     ids=str,
 )
 def test_its_cache_holds_what_a_prefill_of_the_text_gives(model, settings):

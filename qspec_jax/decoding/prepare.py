@@ -41,15 +41,8 @@ log = logging.getLogger(__name__)
 
 ROWS_OF_AUTO = 32  # for which draft auto is resolved where the batch size depends on the memory that the draft leaves
 OF_STATES = ("draft", "cache", "group_size", "scheme", "num_speculative_tokens")  # settings that a state is made for
-SHARED = (
-    "draft",
-    "cache",
-    "eos_token_ids",
-    "ignore_eos",
-    "group_size",
-    "scheme",
-    "exact",
-)  # settings that all requests of a batch have in common
+# Settings that all requests of a batch have in common.
+SHARED = ("draft", "cache", "eos_token_ids", "ignore_eos", "group_size", "scheme", "exact")
 
 
 @dataclasses.dataclass(frozen=True)
