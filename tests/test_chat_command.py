@@ -259,6 +259,7 @@ def test_mistakes_in_a_pipe(piped, lines, words):
 def test_chat_is_refused(fails, talks, directory, tmp_path):
     chat = ["chat", "--model", talks]
     fails(["chat", "--model", directory, "--draft", "none"], "a conversation needs a tokenizer with a chat template")
+    fails([*chat, "--exact", "bits"], "--exact bits is for whole prompts", "leave --exact out")
     fails([*chat, "--file", "-"], "--file - cannot be read")
     fails([*chat, "--file", tmp_path / "no"], "no: cannot be read")
     fails([*chat, "--state", tmp_path / "x", "--system", "s"], "leave --system out")

@@ -144,6 +144,7 @@ def test_rows_of_a_command(run, directory, file, tmp_path, monkeypatch):
 
 def test_wrong_settings(fails, directory, file):
     base = ["eval", "exactness", "--model", directory, "--file", file, *SIZES]
+    fails([*base, "--exact", "bits", "--gamma", "4,16"], "exact bits is for at most 15 drafts", "(gamma) is 16")
     fails([*base, "--gamma", 0], "--gamma 0 should be at least 1")
     fails([*base, "--batch", "1,0"], "--batch 0 should be at least 1")
     fails([*base, "--batch", 2], "--batch 2 should be at most the number of texts, 1")

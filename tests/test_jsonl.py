@@ -23,6 +23,7 @@ from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.journal import DEPENDS_ON, Journal
 from qspec_jax.decoding.jsonl import KEYS, Columns, Line, as_wrong, read_lines
+from qspec_jax.decoding.prefixes import Prefixes
 from qspec_jax.decoding.run_identity import of_checkpoint
 from qspec_jax.decoding.run_lines import MAX_REPORTED_LINES
 from qspec_jax.errors import InputError
@@ -213,6 +214,16 @@ def test_messages_go_through_the_chat_template(model, directory, tmp_path):
     assert good.request.tokens == tokenizer("user: hi\nassistant:")["input_ids"]
     assert bad.error == "messages should be a list of objects with role and content, and message 0 is 3"
     assert "do not fit the chat template (TemplateError: no tools)" in unfit.error
+
+
+def test_lines_that_exact_bits_is_not_for(model):
+    """Each for itself; the others are decoded."""
+    said = {"token_ids": [3]}, {"token_ids": [3], "temperature": 0.5}, {"token_ids": [3], "n": 2}, {"token_ids": [5], "prefix": [3]}
+    config = dataclasses.replace(CONFIG, exact="bits", draft="none", max_new_tokens=9)
+    good, *wrong = read_lines("\n".join(map(json.dumps, said)).encode(), model, None, config, 0, prefixes=Prefixes(None, Path()))
+    assert good.error is None and good.request.config.exact == "bits"
+    for line, words in zip(wrong, ("temperature is 0.5", "(samples) is 2", "not for a prompt with a prefix"), strict=True):
+        assert words in line.error
 
 
 def test_lines_that_are_wrong(run, fails, directory, tmp_path, caplog):

@@ -24,7 +24,7 @@ from qspec_jax.cli.options import (
     with_settings,
 )
 from qspec_jax.cli.process import CtrlC, CtrlCAtPrompt
-from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.config import BITS, GenerationConfig
 from qspec_jax.decoding.conversation import INTERRUPTED, Answer, Conversation
 from qspec_jax.decoding.keys import key_of
 from qspec_jax.errors import InputError, flat
@@ -63,6 +63,8 @@ def chat(
     weights: WeightsOption = None,
 ):
     """Talk with a model: each line is a message, /help lists commands. Through a pipe there are no prompt signs, and an error ends it."""
+    if config.exact == BITS:
+        raise InputError(f"--exact {BITS} is for whole prompts, and a conversation goes on from what was read; leave --exact out")
     if config.logprobs is not None:
         raise InputError("--logprobs and --top-logprobs are for generate --json; leave them out")
     if state is not None and (file or system is not None):

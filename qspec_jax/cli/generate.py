@@ -43,7 +43,7 @@ from qspec_jax.cli.trace_file import page_to
 from qspec_jax.decoding import processes
 from qspec_jax.decoding.ahead import compile_ahead
 from qspec_jax.decoding.chat import check_template, hint_at_chat, with_chats
-from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.config import BITS, GenerationConfig
 from qspec_jax.decoding.generate import Stream, generate
 from qspec_jax.decoding.generate import stream as stream_prompt
 from qspec_jax.decoding.keys import key_of
@@ -122,7 +122,13 @@ def generate_command(
         why = "calibrates nothing; leave --calibrate" if calibrate else "takes all devices of all processes; leave --devices"
         raise InputError(f"--distributed {why} out")
     if state is not None:
-        others = {"--chat": chat, "--calibrate": calibrate, "--sensitive-layers": sensitive_layers, "--devices": devices}
+        others = {
+            "--exact bits": config.exact == BITS,
+            "--chat": chat,
+            "--calibrate": calibrate,
+            "--sensitive-layers": sensitive_layers,
+            "--devices": devices,
+        }
         if given := next((name for name, value in (others | {"--distributed": distributed}).items() if value), None):
             instead = "; qspec chat --state continues a conversation" if given == "--chat" else ""
             raise InputError(f"{given} cannot be combined with --state, which continues what was read as it was{instead}")

@@ -11,11 +11,14 @@ from qspec_jax.decoding import config_values as values
 from qspec_jax.drafts.draft import Draft, DraftSettings, needs_of
 from qspec_jax.drafts.registry import AUTO, DRAFTS, NONE, USUAL, parse_draft
 from qspec_jax.errors import InputError
+from qspec_jax.models.uniform import WIDTH
 
 log = logging.getLogger(__name__)
 
 AUTOREGRESSIVE = "autoregressive"  # what reports call decoding without a draft
 TOKENS, BITS = EXACT = "tokens", "bits"  # values of `exact`
+CACHES_WITH_BITS = ("full", "int8")  # without a part in host memory
+MAX_DRAFTS_WITH_BITS = WIDTH - 1
 GAMMA = 4  # the default of num_speculative_tokens
 # How each field is read; None is read as the default.
 READERS: dict[str, values.Reader] = {
@@ -74,7 +77,7 @@ class GenerationConfig:
         scheme: the quantizer of the int8 cache, "int8_first" or "paper".
         exact: "tokens" are the target's in exact arithmetic: passes of other shapes round differently, so near ties may be broken
             differently. "bits": on a CPU, greedy tokens are those of one-by-one decoding of the prompt alone to the last one, at a cost
-            (`qspec_jax.decoding.exact_bits` says where it is refused).
+            (docs/cpu.md says where it is refused).
     """
 
     max_new_tokens: int = 256
@@ -122,6 +125,8 @@ class GenerationConfig:
                 object.__setattr__(self, "num_speculative_tokens", GAMMA)
         check(self.exact in EXACT, f"exact {self.exact!r:.60} should be one of {', '.join(EXACT)}")
         self._check_compatible(check)
+        if self.exact == BITS:
+            self._check_bits(check)
         check(self.max_new_tokens >= 1, f"max_new_tokens {self.max_new_tokens} should be at least 1")
         check(self.num_return_sequences >= 1, f"num_return_sequences {self.num_return_sequences} should be at least 1")
         gamma = self.num_speculative_tokens
@@ -144,6 +149,18 @@ class GenerationConfig:
         check(cost is None or 0 < cost < math.inf, f"draft_cost {cost} should be a finite number, more than 0")
         confidence = self.min_draft_confidence
         check(0 <= confidence <= 1, f"min_draft_confidence {confidence} should be in [0, 1]")
+
+    def _check_bits(self, check: Callable[[bool, str], None]) -> None:
+        """What settings alone say of exact "bits"; `exact_bits.check_bits` has the rest."""
+        name, gamma = self.cache_config.name, self.num_speculative_tokens
+        check(name in CACHES_WITH_BITS, f"exact {BITS} is for the caches {' and '.join(CACHES_WITH_BITS)}, and cache is {name}")
+        check(self.temperature == 0, f"exact {BITS} is for greedy decoding, and temperature is {self.temperature:g}")
+        samples = self.num_return_sequences
+        check(samples <= 1, f"exact {BITS} is for one sample of each prompt, and num_return_sequences (samples) is {samples}")
+        check(
+            not self.speculative or gamma is None or gamma <= MAX_DRAFTS_WITH_BITS,
+            f"exact {BITS} is for at most {MAX_DRAFTS_WITH_BITS} drafts in a round, and num_speculative_tokens (gamma) is {gamma}",
+        )
 
     def _check_compatible(self, check: Callable[[bool, str], None]) -> None:
         """The cache takes drafts, and gives the draft what it needs."""

@@ -1,18 +1,25 @@
-"""Where greedy decoding can have the bits of one-by-one decoding (`exact="bits"`)."""
+"""Where greedy decoding can have the bits of one-by-one decoding (`exact="bits"`), beside what its settings say (`GenerationConfig`)."""
+
+from collections.abc import Sequence
 
 from pallas_kernels import dispatch
 from qspec_jax.decoding.config import BITS, GenerationConfig
+from qspec_jax.decoding.requests import Request
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.sharding import mesh_of
 from qspec_jax.models.uniform import WIDTH
 
-CACHES_WITH_BITS = ("full", "int8")  # without a part in host memory
+
+def check_requests(found: Sequence[Request], *, from_states: bool) -> None:
+    """Raises InputError for requests that go on from what was read before. from_states: whether all of them do."""
+    if from_states or any(request.prefix for request in found):
+        raise InputError(f"exact {BITS} is for whole prompts, not for states and requests with a prefix; give exact tokens there")
 
 
 def check_bits(model: Llama, config: GenerationConfig, draft: Draft | None, max_drafts: int) -> None:
-    """Raises InputError where exact "bits" does not hold.
+    """Raises InputError where exact "bits" does not hold for a model, this device or a draft.
 
     Args:
         model: the target.
@@ -23,19 +30,14 @@ def check_bits(model: Llama, config: GenerationConfig, draft: Draft | None, max_
 
     def check(ok: bool, what: str) -> None:
         if not ok:
-            raise InputError(f"exact {BITS} {what}; leave it out")
+            raise InputError(f"exact {BITS} {what}; give exact tokens there")
 
     check(dispatch.platform() == "cpu", f"is for CPUs, and this decodes on a {dispatch.platform()}")
     check(mesh_of(model) is None, "is for one device, and the model is divided over several")
     check(not model.config.windowed_layers, "is for models without sliding windows, and this one has layers with a window")
-    cache = config.cache_config
-    check(cache.name in CACHES_WITH_BITS, f"is for the caches {' and '.join(CACHES_WITH_BITS)}, not for {cache.name}")
-    check(config.temperature == 0, f"is for greedy decoding, and temperature is {config.temperature:g}")
-    check(config.num_return_sequences == 1, "is for one sample of each prompt")
-    check(max_drafts < WIDTH, f"is for at most {WIDTH - 1} drafts in a round, and num_speculative_tokens (gamma) is {max_drafts}")
-    extra = 0 if draft is None else draft.extra_rows
+    appended = 0 if draft is None else max_drafts + draft.extra_rows
     check(
-        max_drafts + extra < WIDTH,
-        f"is for at most {WIDTH - 1} tokens that a draft appends, and draft {config.draft_name} appends {max_drafts + extra} at "
+        appended < WIDTH,
+        f"is for at most {WIDTH - 1} tokens that a draft appends in a round, and draft {config.draft_name} appends {appended} at "
         f"num_speculative_tokens (gamma) {max_drafts}",
     )

@@ -90,7 +90,7 @@ class Run:
     def __init__(self, prepared: Prepared, sampler: Sampler | None, rounds_per_update: int, *, follow: bool = False, traced: bool = False):
         if rounds_per_update < 1:
             raise InputError(f"rounds_per_update {rounds_per_update} should be at least 1")
-        if sampler is not None and prepared.config.exact == BITS:
+        if sampler is not None and prepared.exact == BITS:
             raise InputError(f"exact {BITS} is for greedy decoding, not for a sampler of your own; leave one of them out")
         self.prompts, configs, tokenizer = prepared.prompts, prepared.configs, prepared.tokenizer
         # A stop string is looked for after every round, so that a row does not depend on how often it is updated.

@@ -11,7 +11,7 @@ import jax
 
 from qspec_jax.decoding import config_values as values
 from qspec_jax.decoding.chat import chat_tokens, hint_at_chat
-from qspec_jax.decoding.config import READERS, GenerationConfig
+from qspec_jax.decoding.config import BITS, READERS, GenerationConfig
 from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.openai_lines import KEYS as OPENAI_KEYS
 from qspec_jax.decoding.openai_lines import Call, as_own, in_openai_names, is_openai
@@ -226,6 +226,8 @@ class LineReader:
         own = _own_key(said["seed"]) if "seed" in said else jax.random.fold_in(self.key, (number or 1) - 1)
         check_settings(self.model, settings, self.tokenizer)
         tokens, prefix = self._tokens(number, said)
+        if prefix and settings.exact == BITS:
+            raise InputError(f"exact {BITS} is for whole prompts, not for a prompt with a {PREFIX}")
         tokens = checked_prompt(self.model, tokens, settings)
         if prefix:
             check_length(self.model, "the prefix", prefix, len(tokens) - prefix + settings.max_new_tokens)

@@ -19,7 +19,7 @@ from qspec_jax.decoding import resolve
 from qspec_jax.decoding.chat import with_chats
 from qspec_jax.decoding.config import BITS, GenerationConfig
 from qspec_jax.decoding.engine import Engine, max_drafts
-from qspec_jax.decoding.exact_bits import check_bits
+from qspec_jax.decoding.exact_bits import check_bits, check_requests
 from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.requests import (
     Request,
@@ -80,6 +80,11 @@ class Prepared:
     def configs(self) -> list[GenerationConfig]:
         """The settings of each request."""
         return [request.config for request in self.requests]
+
+    @property
+    def exact(self) -> str:
+        """See `GenerationConfig`."""
+        return self.requests[0].config.exact
 
     @property
     def longest_prompt(self) -> int:
@@ -207,9 +212,8 @@ def completed(
     given = draft.chosen() if draft else ()
     if reader is None:
         draft = resolve.resolve_prompt_settings(model, draft, configs, prompts)
-    if config.exact == BITS:
-        if reader is not None or any(request.prefix for request in found):
-            raise InputError(f"exact {BITS} is for whole prompts, not for states and requests with a prefix; leave it out")
+    if configs[0].exact == BITS:
+        check_requests(found, from_states=reader is not None)
         for each in configs:
             check_bits(model, each, draft, max_drafts(model, each))
     choices = draft.chosen() if draft and draft.chosen() != given else ()

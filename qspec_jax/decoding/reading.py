@@ -110,8 +110,8 @@ def _read(
 
 
 def _reader(prepared: Prepared) -> Reader:
-    if prepared.config.exact == BITS:
-        raise InputError(f"exact {BITS} is for whole prompts, not for states; leave it out")
+    if prepared.exact == BITS:
+        raise InputError(f"exact {BITS} is for whole prompts, not for states; give exact tokens there")
     model, config = prepared.model, prepared.requests[0].config
     cache = none_resident(config.cache_config)  # a state is copied where it is continued, for which the device should have room
     settings = {name: getattr(config, name) for name in OF_STATES} | {"draft": prepared.config.draft}

@@ -26,6 +26,7 @@ from qspec_jax.decoding.state import RUNNING, DecodeState
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.viewed import Step
+from qspec_jax.progress import working
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +109,10 @@ class Baseline:
         self._model = model
         self._alone = [_Decoding(model, [prompt], config, tokenizer) for prompt in prompts]
         self._prompts, self._tokenizer = prompts, tokenizer
-        self.tokens = [row for decoding in self._alone for row in decoding.tokens]
+        self.tokens = []
+        for i, decoding in enumerate(self._alone):
+            with working(f"decoding prompt {i + 1} of {len(prompts)} one by one"):
+                self.tokens += decoding.tokens
 
     def compared(self, config: GenerationConfig, batch: int) -> Agreement:
         """The agreement of a decode with another draft, or of a batch of rows.

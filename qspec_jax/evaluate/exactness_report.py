@@ -8,7 +8,8 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
-from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.config import BITS, GenerationConfig
+from qspec_jax.decoding.exact_bits import check_bits
 from qspec_jax.decoding.requests import checked_prompts
 from qspec_jax.decoding.text import text_of
 from qspec_jax.drafts.int4 import int4_model
@@ -175,10 +176,12 @@ def run(
             raise InputError(f"--batch {largest} should be at most the number of texts, {len(of_context)}")
     int4 = functools.cache(lambda: int4_model(model, progress=progress))
     made = functools.cache(lambda text: make_draft(text, model, int4=int4))
+    for config in (each for each in configs if each.exact == BITS):
+        check_bits(model, config, None if config.draft == NONE else made(config.draft), config.num_speculative_tokens or 0)
     rows = []
     with progress_bar(total=len(prompts) * len(configs), unit="decode", progress=progress) as bar:
         for context, of_context in prompts:
-            baseline = functools.cache(functools.partial(_baseline, model, of_context, asked.config(), tokenizer))
+            baseline = functools.cache(functools.partial(Baseline, model, of_context, asked.config(), tokenizer))
             for draft, gamma, batch in asked.cases():
 
                 def measured(draft=draft, gamma=gamma, batch=batch, context=context, baseline=baseline) -> Row:
@@ -193,11 +196,6 @@ def run(
                 bar.update()
     about = dict(model=name, dtype=model.dtype.name, cache=asked.cache, new_tokens=asked.max_new_tokens, settings=asked.settings)
     return ExactnessReport(**this_run(), **about, skipped=list(skipped), results=rows)
-
-
-@working("decoding one by one")
-def _baseline(model: Llama, prompts: Sequence[Sequence[int]], config: GenerationConfig, tokenizer: Any) -> Baseline:
-    return Baseline(model, prompts, config, tokenizer)
 
 
 def _row(draft: str, gamma: int | None, batch: int, context: int, found: Agreement, tokenizer: Any) -> Row:

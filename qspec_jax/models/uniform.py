@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import core
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention.reference import in_fixed_chunks
@@ -21,20 +22,25 @@ WIDTH = 16  # tokens of a row in a part of a pass
 
 
 def alone(function: Callable, *args: Any, never: Array) -> Any:
-    """function(*args) as a computation of its own: a loop of one trip, which XLA cannot inline.
+    """function(*args) as a computation of its own: a loop of one trip, which XLA cannot inline, and out of which it moves nothing.
 
     Args:
         function: of arrays, or trees of them.
         args: its arguments.
         never: False, of which XLA does not know the value.
     """
-    empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *args))
+    traced, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
     def once(carry):
-        args, _, count = carry
-        return args, function(*args), count + 1
+        # XLA would compute what no trip changes, such as weights in another dtype, before the loop, where that may become part of another
+        # computation: without the barrier, whose results depend on the count, bits differ between programs.
+        inputs, count = lax.optimization_barrier((carry[0], carry[2]))
+        found = core.jaxpr_as_fun(core.ClosedJaxpr(traced.jaxpr, inputs[0]))(*inputs[1])
+        return inputs, jax.tree.unflatten(jax.tree.structure(shapes), found), count + 1
 
-    return lax.while_loop(lambda carry: carry[2] < jnp.where(never, 0, 1), once, (args, empty, jnp.int32(0)))[1]
+    inputs = traced.consts, jax.tree.leaves(args)
+    return lax.while_loop(lambda carry: carry[2] < jnp.where(never, 0, 1), once, (inputs, empty, jnp.int32(0)))[1]
 
 
 def of_row(tree: Any, b: Array) -> Any:
@@ -73,6 +79,8 @@ class UniformModel(ViewedModel):
             raise ValueError(f"a pass of {T} tokens; with passes of one shape it should have at most {WIDTH}")
         tokens = jnp.pad(tokens, ((0, 0), (0, WIDTH - T)))
         positions = positions[:, :1] + jnp.arange(WIDTH)
+        if any(getattr(layer, "pages", None) is not None for layer in cache.layers):
+            raise ValueError("a pass of one shape is over a cache whose rows share no pages")
         never = cache.lengths.total[0] < 0
 
         def passed(tokens: Array, positions: Array, row: Any) -> tuple[Array, tuple, tuple[Array, ...]]:
