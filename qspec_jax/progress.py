@@ -30,7 +30,7 @@ with warnings.catch_warnings():
 TERMINAL_SECONDS, FILE_SECONDS = 1.0, 60.0  # between two statements
 Item = TypeVar("Item")
 SPEAKER = "statements"  # the name of the thread
-WIDTH = 80  # of a terminal that does not say it
+WIDTH, ROWS = 80, 24  # of a terminal that does not say them
 
 
 class _OfThread(threading.local):
@@ -150,7 +150,9 @@ def shown(progress: bool | None, *, terminal_seconds: float = TERMINAL_SECONDS, 
 
     is_terminal = file.isatty()
     # The first of all bars, above the others, or what is printed after it would not begin a line. It is shown with its first text.
-    line = terminal_bar(bar_format="{desc}", leave=False, file=file, delay=1e-9, disable=not is_terminal)
+    # A terminal that says no size, such as one of a container, has this one; tqdm would show nothing on it.
+    size = {} if not is_terminal or _said_columns(file) else dict(ncols=WIDTH, nrows=ROWS)
+    line = terminal_bar(bar_format="{desc}", leave=False, file=file, delay=1e-9, disable=not is_terminal, **size)
     speaker = threading.Thread(target=on_terminal if is_terminal else on_lines, name=SPEAKER, daemon=True)
     with logging_redirect_tqdm() if is_terminal else contextlib.nullcontext():  # or a log line would begin after a bar
         _here.is_shown = True
@@ -165,10 +167,15 @@ def shown(progress: bool | None, *, terminal_seconds: float = TERMINAL_SECONDS, 
 
 
 def _columns(file: Any) -> int:
+    return _said_columns(file) or WIDTH
+
+
+def _said_columns(file: Any) -> int:
+    """The columns that a terminal says it has; 0 if it says nothing."""
     try:
-        return os.get_terminal_size(file.fileno()).columns or WIDTH
+        return os.get_terminal_size(file.fileno()).columns
     except (OSError, ValueError):
-        return WIDTH
+        return 0
 
 
 def _cut(text: str, columns: int) -> str:

@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import typer
 from checkpoints import hf_config, tensor_shapes, write_checkpoint
 from safetensors.numpy import load_file, save_file
 
-from qspec_jax import demo
+from qspec_jax import demo, progress
 from qspec_jax.bench import decode
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.cli import batch as cli_batch
@@ -36,6 +37,14 @@ def test_generate_prints_the_text_and_statistics(run, directory):
     assert out.strip()
     assert "acceptance rate" in err
     assert "acceptance rate" not in out
+
+
+@pytest.mark.parametrize("flags", [[], ["--stream"], ["--json"]], ids=str)
+def test_generate_says_what_it_does(run, directory, monkeypatch, flags):
+    """From the beginning, until text may come."""
+    monkeypatch.setattr(sys.modules["qspec_jax.cli.generate"], "shown", functools.partial(progress.shown, file_seconds=0.01))
+    code, out, err = run("generate", "--model", directory, "--prompt", "def main():", "--max-new-tokens", 4, *flags)
+    assert code == 0 and out and bool(re.search(r"^qspec: 0 s: ", err, re.MULTILINE)) == (flags != ["--json"])
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,9 @@
 
 import io
 import logging
+import os
 import re
+import select
 import subprocess
 import sys
 import threading
@@ -140,6 +142,21 @@ def test_long_statements_fit_a_line(monkeypatch):
     with shown(None, terminal_seconds=0.01), working("a draft with a long name"), working("at a context"), working("compiling"):
         until(lambda: any(line.endswith(": compiling") for line in terminal.lines()))
     assert all(len(line) < 40 for line in terminal.lines())
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
+def test_a_terminal_that_says_no_size_has_a_line_too(monkeypatch):
+    """As in a container; tqdm shows nothing there."""
+    reader, writer = os.openpty()
+    with os.fdopen(writer, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        assert os.get_terminal_size(writer).columns == 0
+        with shown(None, terminal_seconds=0.01), working("compiling"):
+            found = b""
+            while b"qspec: 0 s: compiling" not in found:
+                assert select.select([reader], [], [], 10)[0]
+                found += os.read(reader, 1000)
+    os.close(reader)
 
 
 def test_bars_alone_say_what_is_done(monkeypatch):

@@ -57,7 +57,7 @@ from qspec_jax.drafts.registry import AUTO, NONE, USUAL
 from qspec_jax.errors import InputError, writing
 from qspec_jax.files import STANDARD, name_of, output_to, read_text, read_texts, to_json
 from qspec_jax.models.llama import Llama
-from qspec_jax.progress import progress_bar
+from qspec_jax.progress import progress_bar, shown
 from qspec_jax.states.state import State
 
 log = logging.getLogger(__name__)
@@ -155,6 +155,8 @@ def generate_command(
     with contextlib.ExitStack() as opened:
         write = processes.all_or_none(lambda: opened.enter_context(output_to(written_by_first(output))))
         write_trace = trace and opened.enter_context(page_to(trace, output))
+        statements = opened.enter_context(contextlib.ExitStack())  # they end where text may come
+        statements.enter_context(shown(False if quiet else None))
         network, tokenizer = processes.all_or_none(
             lambda: load(
                 model,
@@ -188,10 +190,12 @@ def generate_command(
             processes.all_or_none(lambda: traced.enter_context(profiled(profile if processes.is_first() else None)))
             prepared = processes.all_or_none(lambda: prepare(network, tokens, **settings))
             if stream:
+                statements.close()
                 out = _print_stream(stream_prompt(network, prepared))
             else:
                 bar = Progress(config.max_new_tokens * samples * len(tokens), quiet=quiet)
                 out = generate_with_progress(prepared, bar, trace=trace is not None)
+        statements.close()
         if trace:
             write_trace([out.trace])
         if as_json:
@@ -271,8 +275,8 @@ class Progress:
     """A bar of new tokens on standard error; silent without a terminal."""
 
     def __init__(self, total: int, *, quiet: bool, label: str = "generate"):
-        shown = dict(total=total, desc=f"{label}: compile, read the prompt", unit="tok")
-        self.bar = progress_bar(progress=False if quiet else None, **shown)
+        about = dict(total=total, desc=f"{label}: compile, read the prompt", unit="tok")
+        self.bar = progress_bar(progress=False if quiet else None, **about)
         self.label, self.active = label, not self.bar.disable
 
     def on_tokens(self, new: list[list[int]]) -> None:
