@@ -58,7 +58,7 @@ def passes(target: ViewedModel, cache, texts, tokens: int, count: int = 16) -> n
 
 
 def test_a_token_has_the_same_logits_in_every_pass(model, texts):
-    """Of any number of tokens, at any place in it, alone and beside other rows; the usual passes differ."""
+    """Whatever the number of tokens, its place among them, and the rows beside it; the usual passes differ."""
     engine, alone = read(model, "bits", texts[0][:96])
     _, beside = read(model, "bits", *(text[:96] for text in texts))
     by_one = passes(engine.target, alone.cache, texts[:1], 1)[0]

@@ -149,7 +149,7 @@ def test_the_attention_mass_of_a_token_has_the_same_bits_in_every_pass():
 
 
 def test_append_and_attend_is_the_one_after_the_other():
-    """Of the last rows one has no room, and one is of no tokens yet: they read and write nothing outside."""
+    """One of the last rows has no room, and one no tokens yet: they read and write nothing outside."""
     case = Case(2, 2, 1, 64, group_size=64, capacity=1, groups=(1, 0, 0, 1))
     q, layer = random_problem(case, "bfloat16", "gaussian")
     qkv, cos, sin, *_ = random_projections(4, 2, 2, 1, 64)
