@@ -259,11 +259,11 @@ def test_states_grow_where_other_numbers_of_tokens_are_read_together(model, monk
 
 
 @pytest.mark.system
-def test_memory_is_flat(model, rounds=700):
+def test_memory_is_flat(model):
     """States that are made, forked, extended and dropped leave nothing: 2,100 of them, and as many that generate."""
     settings = config(model, "quantspec", max_new_tokens=3)
     state = prefill(model, TEXT[:40], config=settings, room=ROOM)
-    pool, sizes = state.reader.pool, set()
+    pool, sizes, rounds = state.reader.pool, set(), 700
     for i in range(rounds):
         forks = [extend(fork, [i % 60, j]) for j, fork in enumerate(state.fork(3))]
         generate(model, forks, config=settings)

@@ -9,6 +9,8 @@ import typer
 from qspec_jax import demo
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.cli.options import load
+from qspec_jax.evaluate.acceptance_report import Walk, along_stream, along_texts
+from qspec_jax.evaluate.texts import token_stream
 from qspec_jax.files import read_text
 from qspec_jax.models.llama import Llama
 from qspec_jax.progress import working
@@ -47,3 +49,23 @@ def contents_of(files: Sequence[Path] | None) -> list[tuple[str, str]]:
 def token_ids_of(tokenizer: Any, contents: Sequence[tuple[str, str]]) -> dict[str, list[int]]:
     """The token ids of each text, by its name."""
     return {name: tokenizer(text)["input_ids"] for name, text in contents}
+
+
+def walks_along(
+    tokenizer: Any, contents: Sequence[tuple[str, str]], contexts: Sequence[int], new_tokens: int, texts: int | None, *, joined: bool
+) -> list[Walk]:
+    """What is walked along the texts at each context.
+
+    Args:
+        tokenizer: the model's.
+        contents: name and text of each file.
+        contexts: tokens of each prompt.
+        new_tokens: tokens of a text after its prompt.
+        texts: the maximum number of texts; None: all, or 4 if they are joined.
+        joined: whether the files are joined and the texts cut from them.
+    """
+    if joined:
+        stream = token_stream(tokenizer, [text for _, text in contents])
+        return [along_stream(stream, size, new_tokens, texts or 4) for size in contexts]
+    tokens = token_ids_of(tokenizer, contents)
+    return [along_texts(tokens, size, new_tokens, texts) for size in contexts]

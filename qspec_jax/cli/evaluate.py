@@ -21,6 +21,7 @@ from qspec_jax.cli.eval_options import (
     loaded,
     name_of_model,
     token_ids_of,
+    walks_along,
     with_embedded,
 )
 from qspec_jax.cli.exactness import exactness_commands
@@ -52,7 +53,6 @@ from qspec_jax.errors import InputError
 from qspec_jax.evaluate import acceptance, acceptance_report, answers, needle, perplexity, quantizers
 from qspec_jax.evaluate import tasks as text_tasks
 from qspec_jax.evaluate.cache_views import cache_view
-from qspec_jax.evaluate.texts import token_stream
 from qspec_jax.kept_rows import NOT_KEPT, KeptRows
 from qspec_jax.traces.trace import Trace
 
@@ -158,12 +158,8 @@ def acceptance_command(
         if needles:
             settings = dict(depths=depth_list, samples=samples or 8, style=needles.value, seed=seed)
             walks = [acceptance_report.along_answers(network, tokenizer, size, **settings) for size in contexts]
-        elif joined:
-            stream = token_stream(tokenizer, [text for _, text in contents])
-            walks = [acceptance_report.along_stream(stream, size, walked, texts or 4) for size in contexts]
         else:
-            tokens = token_ids_of(tokenizer, contents)
-            walks = [acceptance_report.along_texts(tokens, size, walked, texts) for size in contexts]
+            walks = walks_along(tokenizer, contents, contexts, walked, texts, joined=joined)
         # Rows of an earlier run would be without their traces.
         places = dict(kept=kept if trace is None else NOT_KEPT, progress=False if as_json else None)
         on_trace = None if trace is None else traces.append

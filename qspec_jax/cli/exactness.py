@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from qspec_jax.caches.registry import CACHES, CacheConfig
-from qspec_jax.cli.eval_options import SETTINGS, Scheme, contents_of, loaded, name_of_model, token_ids_of
+from qspec_jax.cli.eval_options import SETTINGS, Scheme, contents_of, loaded, name_of_model, walks_along
 from qspec_jax.cli.measuring import measure_and_show
 from qspec_jax.cli.options import (
     DtypeOption,
@@ -22,8 +22,7 @@ from qspec_jax.cli.options import (
 from qspec_jax.decoding.config import EXACT, GAMMA, TOKENS
 from qspec_jax.drafts.registry import AUTO, DRAFTS, NONE, USUAL, parse_draft
 from qspec_jax.errors import InputError
-from qspec_jax.evaluate import acceptance_report, exactness_report
-from qspec_jax.evaluate.texts import token_stream
+from qspec_jax.evaluate import exactness_report
 from qspec_jax.kept_rows import KeptRows
 
 exactness_commands = typer.Typer()
@@ -82,12 +81,7 @@ def exactness_command(
     def measure(kept: KeptRows) -> exactness_report.ExactnessReport:
         contents = contents_of(file)
         network, tokenizer = loaded(model, dtype, weights, quiet=as_json, caches=[configs[0].cache_config])
-        if joined:
-            stream = token_stream(tokenizer, [text for _, text in contents])
-            walks = [acceptance_report.along_stream(stream, size, max_new_tokens, texts or 4) for size in contexts]
-        else:
-            tokens = token_ids_of(tokenizer, contents)
-            walks = [acceptance_report.along_texts(tokens, size, max_new_tokens, texts) for size in contexts]
+        walks = walks_along(tokenizer, contents, contexts, max_new_tokens, texts, joined=joined)
         prompts = [(walk.context, walk.prompts) for walk in walks]
         places = dict(skipped=walks[0].skipped, kept=kept, progress=False if as_json else None)
         return exactness_report.run(name_of_model(model), network, tokenizer, prompts, asked, **places)
