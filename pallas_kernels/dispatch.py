@@ -28,6 +28,7 @@ class Kernel:
         weight_format: of the weights, where the operation has kernels for several formats.
         min_rows, max_rows: rows of activations for which it is a candidate; None: any number.
         module: the module of the package that has it, if it is not called as the implementation is.
+        fixed_order_rows: the maximum number of rows in `fixed_order`, from 1 on; 0: it is no candidate there.
     """
 
     operation: str
@@ -36,6 +37,7 @@ class Kernel:
     min_rows: int = 1
     max_rows: int | None = None
     module: str = ""
+    fixed_order_rows: int = 0
 
     @property
     def module_name(self) -> str:
@@ -43,28 +45,33 @@ class Kernel:
 
     def takes_rows(self, rows: int | None) -> bool:
         """Whether it is a candidate for that many rows; None: the operation does not count rows."""
+        if in_fixed_order():
+            return (rows or 1) <= self.fixed_order_rows
         return rows is None or (self.min_rows <= rows and (self.max_rows is None or rows <= self.max_rows))
 
 
+ANY = 1 << 30  # number of rows
 # The best come first. For rows that are missing here, XLA is faster (docs/kernels/matmul.md), or no kernel supports them.
 KERNELS = (
-    Kernel("append_attend", "mosaic_gpu"),
-    Kernel("attention", "mosaic_gpu"),
+    Kernel("append_attend", "mosaic_gpu", fixed_order_rows=ANY),
+    Kernel("attention", "mosaic_gpu", fixed_order_rows=ANY),
     Kernel("attention", "mosaic_gpu", module="mosaic_shared"),
     Kernel("attention", "triton"),
     Kernel("flush", "mosaic_gpu"),
     Kernel("fused_layer", "mosaic_gpu"),
     Kernel("gather", "mosaic_gpu"),
-    Kernel("matmul", "mosaic_gpu", "int4", 9, 64, module="mosaic_wide"),
+    Kernel("matmul", "mosaic_gpu", "int4", 9, 64, module="mosaic_wide", fixed_order_rows=64),
     Kernel("matmul", "mosaic_gpu", "int4", 1, 16),
     Kernel("matmul", "triton", "int4", 1, 16),
-    Kernel("matmul", "mosaic_int8", "int8", 1, 1),
+    Kernel("matmul", "mosaic_int8", "int8", 1, 1, fixed_order_rows=16),
     Kernel("matmul", "mosaic_int8", "int8", 9, 16),
-    Kernel("matmul", "mosaic_plain", "plain", 2, 64),
-    Kernel("norm", "mosaic_gpu"),
+    Kernel("matmul", "mosaic_plain", "plain", 2, 64, fixed_order_rows=64),
+    Kernel("norm", "mosaic_gpu", fixed_order_rows=ANY),
     Kernel("replaced_attention", "mosaic_gpu"),
-    Kernel("rope_append", "mosaic_gpu"),
+    Kernel("rope_append", "mosaic_gpu", fixed_order_rows=ANY),
 )
+# Operations whose references call other operations, which a GPU has kernels for.
+COMPOSED = ("append_attend", "fused_layer")
 
 
 def kernels(operation: str, weight_format: str | None = None) -> tuple[Kernel, ...]:
@@ -136,6 +143,40 @@ def platform() -> str:
     return traced_for[0].platform if traced_for else jax.default_backend()
 
 
+class NoFixedOrder(NotImplementedError):
+    """No kernel on this GPU computes an operation in a fixed order."""
+
+
+_fixed_order: contextvars.ContextVar[bool] = contextvars.ContextVar("_fixed_order", default=False)
+
+
+@contextlib.contextmanager
+def fixed_order() -> Iterator[None]:
+    """What is traced within the context gives a token the same bits whatever else a pass holds: sums are added up in an order that depends
+    on the row's length alone. This takes longer.
+
+    On a GPU only kernels that do so are chosen. The reference keeps to it in attention alone, whose chunks of the cache then have one size
+    and places that do not depend on the capacity.
+    """
+    token = _fixed_order.set(True)
+    try:
+        yield
+    finally:
+        _fixed_order.reset(token)
+
+
+def in_fixed_order() -> bool:
+    """Whether this is traced within `fixed_order`."""
+    return _fixed_order.get()
+
+
+def rows_in_fixed_order(operation: str, weight_format: str) -> int:
+    """The maximum number of rows of one launch in `fixed_order`, or `ANY` outside of it and where no kernels are chosen."""
+    if not in_fixed_order() or platform() != "gpu":
+        return ANY
+    return max(kernel.fixed_order_rows for kernel in kernels(operation, weight_format))
+
+
 def choose(
     operation: str,
     implementation: Implementation,
@@ -160,7 +201,8 @@ def choose(
 
     Raises:
         ValueError: there is no such implementation.
-        NotImplementedError: the implementation asked for does not support the device or the arguments.
+        NotImplementedError: the implementation asked for does not support the device or the arguments; or no kernel does, and the results
+            should be those of `fixed_order` (`NoFixedOrder`).
     """
     names, reasons = implementations(operation, weight_format), {}
     if implementation not in ("auto", *names, "reference"):
@@ -175,7 +217,7 @@ def choose(
     if implementation == "reference" or (implementation == "auto" and platform() != "gpu"):
         return chosen("reference", _module(operation, "reference"))
     for name in names if implementation == "auto" else [implementation]:
-        if implementation == "auto" and not slow_reference and not _of_rows(operation, name, weight_format, rows):
+        if implementation == "auto" and (in_fixed_order() or not slow_reference) and not _of_rows(operation, name, weight_format, rows):
             continue
         module, reason = _supporting(operation, name, weight_format, rows, args, settings)
         if module is not None:
@@ -184,6 +226,9 @@ def choose(
             raise NotImplementedError(f"{operation}: {name} {reason}")
         _log_once(logging.INFO, f"{operation}: {name} is passed over: it {reason}")
         reasons[name] = reason
+    if in_fixed_order() and operation not in COMPOSED:
+        why = "; ".join(f"{name} {reason}" for name, reason in reasons.items()) or "there is no such kernel"
+        raise NoFixedOrder(f"{operation} in a fixed order: {why}")
     if slow_reference:
         why = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
         _log_once(logging.WARNING, f"{operation} runs in plain JAX, which is slow: {why}")

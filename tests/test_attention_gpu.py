@@ -233,7 +233,7 @@ def test_mosaic_with_more_rows_than_splits():
 
 
 @pytest.mark.parametrize("planes", [2, None])
-def test_fixed_runs_give_a_token_the_same_bits_in_every_pass(planes):
+def test_in_a_fixed_order_a_token_has_the_same_bits_in_every_pass(planes):
     """Single warps multiply up to two tiles of queries, with codes whole warpgroups more."""
     case = Case(16, 8, 2, 128, group_size=128, capacity=40, groups=(40, 9, 0))
     q, layer = random_problem(case, "bfloat16", "outliers")
@@ -241,13 +241,16 @@ def test_fixed_runs_give_a_token_the_same_bits_in_every_pass(planes):
     kernel("mosaic_gpu", q, layer, lengths, planes=planes)
     from pallas_kernels.attention import mosaic_gpu
 
-    run = configured(mosaic_gpu, view=DenseView(planes), fixed_runs=True)
-    whole = np.asarray(run(q, layer, lengths))
+    def run(*args):
+        with dispatch.fixed_order():
+            return np.asarray(configured(mosaic_gpu, view=DenseView(planes))(*args))
+
+    whole = run(q, layer, lengths)
     for tokens, rows in itertools.product((1, 2, 4, 8, 13), ([0, 1, 2], [0], [1])):
         for first in range(0, 17 - tokens, 3):
             q_part, layer_part, ends = jax.tree.map(operator.itemgetter(np.array(rows)), (q[:, first : first + tokens], layer, lengths))
             ends = dataclasses.replace(ends, buffered=ends.buffered - (16 - first - tokens))
-            out = np.asarray(run(q_part, layer_part, ends))
+            out = run(q_part, layer_part, ends)
             np.testing.assert_array_equal(out, whole[rows, first : first + tokens], err_msg=f"tokens {first} to {first + tokens - 1}")
 
 

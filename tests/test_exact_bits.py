@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from runs import random_model, random_prompts
 
-from pallas_kernels.attention.reference import decode_attention, in_fixed_chunks
+from pallas_kernels.attention.reference import decode_attention
+from pallas_kernels.dispatch import fixed_order
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.views import BOTH_PLANES, FULL_PRECISION
 from qspec_jax.decoding.batch import run_batch
@@ -130,7 +131,7 @@ def test_fixed_chunks_read_what_chunks_of_the_capacity_do():
     lengths = Lengths(jnp.zeros(2, jnp.int32), jnp.array([300, 517]))
     for capacity in (520, 700):
         layer = FullLayer(keys[:, :, :capacity], values[:, :, :capacity])
-        with in_fixed_chunks():
+        with fixed_order():
             found.append(np.asarray(decode_attention(q, layer, lengths, FULL_PRECISION)[0]))
     assert (found[0] == found[1]).all()
     np.testing.assert_allclose(found[0], decode_attention(q, layer, lengths, FULL_PRECISION)[0], rtol=1e-5, atol=1e-6)
@@ -168,7 +169,7 @@ def test_states_other_devices_and_windows_are_refused(model, monkeypatch):
     with pytest.raises(InputError, match="without sliding windows"):
         prepare(windowed, PROMPTS, config=config)
     monkeypatch.setattr("qspec_jax.decoding.exact_bits.dispatch.platform", lambda: "gpu")
-    with pytest.raises(InputError, match="is for CPUs, and this decodes on a gpu"):
+    with pytest.raises(InputError, match="on a GPU needs"):
         prepare(model, PROMPTS, config=config)
 
 

@@ -19,6 +19,7 @@ from simulated_ptx import at_once, simulate
 
 import pallas_kernels.attention.mosaic_gpu as attention
 import pallas_kernels.rope_append.mosaic_gpu as rope_append
+from pallas_kernels import dispatch
 from pallas_kernels.attention import mosaic_runs, reference
 from pallas_kernels.attention.mosaic_plan import Config
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
@@ -27,8 +28,8 @@ from pallas_kernels.gpu import ptx
 
 pytestmark = pytest.mark.kernels
 
-# Rows of two runs of groups, of one and of none. Their last 16 tokens, which passes attend to in parts, cross the end of a chunk, and but
-# for the second row's that of a run.
+# Rows of two runs of groups, of part of one and of none. Their last 16 tokens, which passes attend to in parts, cross the end of a chunk,
+# and but for the second row's that of a run.
 CASE = Case(16, 2, 1, 64, group_size=128, capacity=5, groups=(5, 1, 0))
 BEFORE = 122, 56, 243  # tokens in the buffer before the last 16
 ALL_ROWS = (0, 1, 2)
@@ -53,9 +54,9 @@ def simulated(monkeypatch):
     simulate(monkeypatch)
     for kernel in (attention, rope_append):
         monkeypatch.setattr(kernel, "launch", launch)
-    # For a row of few tokens to have several runs.
-    monkeypatch.setattr(mosaic_runs, "MIN_GROUPS", 2)
-    monkeypatch.setattr(mosaic_runs, "FULL_TOKENS", 128)
+    monkeypatch.setattr(mosaic_runs, "FULL_TOKENS", 128)  # for a row of few tokens to have several runs
+    with dispatch.fixed_order():
+        yield
 
 
 def problem(planes: int | None) -> tuple[jax.Array, HierarchicalLayer | FullLayer, Lengths]:
@@ -68,7 +69,7 @@ def problem(planes: int | None) -> tuple[jax.Array, HierarchicalLayer | FullLaye
 def attend(q, layer, lengths, view, config, first: int = 0, tokens: int = 16) -> np.ndarray:
     """The values that tokens `first` to `first` + `tokens` - 1 read [B tokens N H], in a pass over these."""
     q = q[:, first : first + tokens]
-    plan = dataclasses.replace(attention.plan_for(q, layer, view, config=config, fixed_runs=True), totals=True)
+    plan = dataclasses.replace(attention.plan_for(q, layer, view, config=config), totals=True)
     lengths = dataclasses.replace(lengths, buffered=lengths.buffered + first + tokens)
     return np.asarray(at_once(attention.run)(plan, q, lengths, layer)[0])
 
@@ -118,7 +119,7 @@ def test_a_run_that_begins_a_step_later_is_seen(monkeypatch, moved):
     first = getattr(mosaic_runs.Runs, moved)
 
     def later(self, run):
-        second = self.of_groups + 1 if moved == "first_chunk" else ptx.i32(1)
+        second = self.without_chunks + 1 if moved == "first_chunk" else ptx.i32(1)
         return first(self, run) + ptx.select(run == second, ptx.i32(1), ptx.i32(0))
 
     monkeypatch.setattr(mosaic_runs.Runs, moved, later)
@@ -138,7 +139,7 @@ def test_the_attention_mass_of_a_token_has_the_same_bits_in_every_pass():
     view = DenseView(2, observed=True)
 
     def mass(first, tokens, config):
-        plan = attention.plan_for(q[:, first : first + tokens], layer, view, config=config, fixed_runs=True)
+        plan = attention.plan_for(q[:, first : first + tokens], layer, view, config=config)
         longer = dataclasses.replace(lengths, buffered=lengths.buffered + first + tokens)
         return np.asarray(at_once(attention.run)(plan, q[:, first : first + tokens], longer, layer)[1])[:, :, -1]
 
@@ -156,7 +157,7 @@ def test_append_and_attend_is_the_one_after_the_other():
     cos, sin = (x.astype(jnp.bfloat16) for x in (cos, sin))
     lengths = dataclasses.replace(case.lengths, buffered=jnp.array([62, 30, -3, 400], jnp.int32))
     q, buffer = at_once(rope_append.run)(qkv, cos, sin, layer.buffer, lengths.buffered)
-    plan = attention.plan_for(q, layer, DenseView(2), appends=True, config=Config(5, team=2), fixed_runs=True)
+    plan = attention.plan_for(q, layer, DenseView(2), appends=True, config=Config(5, team=2))
     plan = dataclasses.replace(plan, totals=True)
     out, _, appended = at_once(attention.run)(plan, qkv, lengths, layer, None, (cos, sin))
     jax.tree.map(np.testing.assert_array_equal, appended, buffer)

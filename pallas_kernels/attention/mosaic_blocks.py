@@ -3,6 +3,8 @@
 import functools
 import math
 
+import jax
+
 from pallas_kernels.attention import mosaic_append
 from pallas_kernels.attention.mosaic_partition import Partition, buffered_tokens
 from pallas_kernels.attention.mosaic_plan import WARPS, Plan
@@ -77,7 +79,6 @@ def emit_block(plan: Plan, refs: dict) -> None:
         new.place(loaded)
     ptx.wait_for_copies(plan.slots - 1)
     ptx.synchronize(ptx.i32(0), warps)
-    state = tile.empty()
     width = {"out": H, "top": 1, "total": 1}
 
     def store(number, state) -> None:
@@ -89,26 +90,26 @@ def emit_block(plan: Plan, refs: dict) -> None:
 
         tile.store(place, state)
 
-    def run_each(stream, lower, upper, start, keys, values) -> None:
-        """Runs a stream, and stores a partial result for each run from `lower` to `upper` - 1. start: the first step of a run."""
-
-        def one(run, slot):
-            slot, state = stream.run_part(start(run), start(run + 1), keys, values, slot, tile.empty())
-            store(runs.place(row_block, kv_head, run), state)
-            return slot
-
-        ptx.loop(lower, upper, ptx.i32(0), one)
-
+    state = tile.empty()
     if plan.planes is not None:
         for n in range(0, plan.block_tiles, warps):
             with ptx.when(warp + n < plan.block_tiles):
                 tile.queries_to_float16(warp + n)
         ptx.synchronize(ptx.i32(0), warps)
+        operations = tile.quantized_keys, tile.quantized_values
         if runs:
-            of_groups = ptx.minimum(last, runs.of_groups)
-            run_each(streams[0], first, of_groups, runs.first_group, tile.quantized_keys, tile.quantized_values)
+
+            def of_run(run, carry):
+                slot, state = streams[0].run_part(runs.first_group(run), runs.first_group(run + 1), *operations, carry[0], tile.empty())
+                with ptx.when(run < runs.without_chunks):
+                    store(runs.place(row_block, kv_head, run), state)
+                # Products follow, which all lanes run together.
+                ptx.synchronize(None, 1)
+                return slot, state
+
+            state = ptx.loop(first, ptx.minimum(last, runs.with_groups), (ptx.i32(0), state), of_run)[1]
         else:
-            state = streams[0].run(tile.quantized_keys, tile.quantized_values, state)
+            state = streams[0].run(*operations, state)
         with ptx.when(any_groups):
             ptx.wait_for_copies(0)
             tile.meet()
@@ -124,11 +125,21 @@ def emit_block(plan: Plan, refs: dict) -> None:
         recent.add_new(slot, chunk, plan.tokens)
         return tile.full_values(slot, chunk, *rest)
 
-    if runs:
-        run_each(full, ptx.maximum(first, runs.of_groups), last, runs.first_chunk, keys, values)
-    else:
-        state = full.run(keys, values, state)
-        store(block * plan.teams + warp // team, state)
+    if not runs:
+        store(block * plan.teams + warp // team, full.run(keys, values, state))
+        return
+
+    def rest_of_run(run, carry):
+        slot, state = full.run_part(runs.first_chunk(run), runs.first_chunk(run + 1), keys, values, *carry)
+        store(runs.place(row_block, kv_head, run), state)
+        return slot, tile.empty()
+
+    if plan.planes is not None:
+        # The last run that has groups goes on with chunks, unless it ends with a group.
+        first = ptx.maximum(first, runs.without_chunks)
+        goes_on = first < ptx.minimum(last, runs.with_groups)
+        state = jax.tree.map(functools.partial(ptx.select, goes_on), state, tile.empty())
+    ptx.loop(first, last, (ptx.i32(0), state), rest_of_run)
 
 
 def emit_merge(plan: Plan, refs: dict) -> None:

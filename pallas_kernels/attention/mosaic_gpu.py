@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import mosaic_low_bits, support
 from pallas_kernels.attention.mosaic_plan import KERNEL, ROWS, WARPS, Config, Plan
-from pallas_kernels.dispatch import no_mosaic_gpu
+from pallas_kernels.dispatch import in_fixed_order, no_mosaic_gpu
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
 from pallas_kernels.formats.token_codes import Layer, TokenCodesLayer
 from pallas_kernels.formats.views import ListedGroups, View
@@ -26,28 +26,22 @@ MAX_ROWS = 64, 32, 16, 8  # query rows of a block; another block, which reads th
 
 def unsupported(q: Array, layer: Layer, lengths: Lengths, view: View) -> str | None:
     if isinstance(layer, TokenCodesLayer):
-        return mosaic_low_bits.unsupported(q, layer, lengths)
+        return "has none for TokenCodesLayer" if in_fixed_order() else mosaic_low_bits.unsupported(q, layer, lengths)
     if reason := no_mosaic_gpu() or support.unsupported(q, layer, lengths, view):
         return reason
     return "reads the groups of each row for itself" if support.are_shared(q, layer, view) else None
 
 
 def decode_attention(
-    q: Float[Array, "B T N H"], layer: Layer, lengths: Lengths, view: View, *, config: Config | None = None, fixed_runs: bool = False
+    q: Float[Array, "B T N H"], layer: Layer, lengths: Lengths, view: View, *, config: Config | None = None
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K T C"] | None]:
-    """See `pallas_kernels.attention.decode_attention`.
+    """See `pallas_kernels.attention.decode_attention`. config: of anything but a `TokenCodesLayer`.
 
-    Args:
-        config: of anything but a `TokenCodesLayer`, as `fixed_runs` is.
-        fixed_runs: whether a query token's result has the same bits whatever the number of tokens, the batch, the other rows and the
-            configuration (`mosaic_runs`).
-
-    Raises:
-        ValueError: a configuration that cannot work.
+    Raises ValueError for a configuration that cannot work.
     """
     if isinstance(layer, TokenCodesLayer):
         return mosaic_low_bits.decode_attention(q, layer, lengths), None
-    plan = plan_for(q, layer, view, config=config, fixed_runs=fixed_runs)
+    plan = plan_for(q, layer, view, config=config)
     out, mass, _ = run(plan, q, lengths, layer, view if plan.list_width else None)
     return out, mass if view.observed else None
 
@@ -59,7 +53,6 @@ def plan_for(
     *,
     appends: bool = False,
     config: Config | None = None,
-    fixed_runs: bool = False,
 ) -> Plan:
     """The kernel for these shapes. Raises ValueError for a configuration that cannot work."""
     B, T, N, H = q.shape
@@ -82,7 +75,7 @@ def plan_for(
         observe=view.observed and quantized,
         appends=appends,
         paged=quantized and layer.pages is not None,
-        fixed_runs=fixed_runs,
+        fixed_runs=in_fixed_order(),
     )
     # The most query rows in a block that leave room for the ring.
     for max_rows in MAX_ROWS:

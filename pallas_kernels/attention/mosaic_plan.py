@@ -25,6 +25,8 @@ LIST_WORDS = 2  # of a list that a lane keeps, 32 columns each
 ROWS = 8  # query rows of a tile
 # Registers of a multiprocessor, and of a thread at most.
 REGISTERS, THREAD_REGISTERS = 65536, 255
+# With fixed runs: parts of a row for each multiprocessor that a KV head has, so that 1 or 3 teams of a multiprocessor share them evenly.
+RUNS = 3
 SPILLED = 16  # registers of a thread that may be in memory at times, where more than three warpgroups share a multiprocessor
 
 
@@ -154,6 +156,8 @@ class Plan:
             None: [(1, 1, 1), (1, 1, 2), (1, 1, 4)],
         }
         many = [*([] if self.planes is None else [(1, 3, 4)]), (1, 2, 4), (2, 1, 4), (1, 1, 4), (1, 1, 2)]
+        if self.fixed_runs:
+            few[self.planes] = [(1, 3, 4), *few[self.planes]]
         shapes = few[self.planes] if self.block_tiles <= 2 else many
         if self.list_width is not None:
             shapes = [(1, 3, 2), *shapes]  # many teams, for a step or two each
@@ -200,7 +204,8 @@ class Plan:
     def problem(self) -> dict:
         """The properties that the best configuration depends on. Observing takes the configuration without it."""
         names = "planes", "head_dim", "group_size", "batch", "heads", "block_tiles"
-        return {name: getattr(self, name) for name in names} | listed_problem(self.list_width)
+        fixed = {"fixed_runs": True} if self.fixed_runs else {}
+        return {name: getattr(self, name) for name in names} | listed_problem(self.list_width) | fixed
 
     @property
     def list_words(self) -> int:

@@ -4,15 +4,14 @@ The cache is read in chunks with a running softmax (flash decoding in series), u
 prefill, and dequantized keys and values of one chunk at a time, so that nothing of cache size is ever made.
 """
 
-import contextlib
-import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.dispatch import in_fixed_order
 from pallas_kernels.formats.kv_cache import FullLayer, HeldKeys, HierarchicalLayer, Lengths, dequantize_groups
 from pallas_kernels.formats.rounding import accumulation_dtype
 from pallas_kernels.formats.token_codes import FullTokens, Layer, TokenCodesLayer
@@ -23,20 +22,6 @@ CHUNK_TOKENS = 1024
 MAX_LOGITS = 1 << 21
 # Tokens of a chunk that does not depend on the cache's capacity.
 FIXED_CHUNK_TOKENS = 256
-
-_fixed: contextvars.ContextVar[bool] = contextvars.ContextVar("_fixed", default=False)
-
-
-@contextlib.contextmanager
-def in_fixed_chunks() -> Iterator[None]:
-    """While attention is traced within the context, it reads caches in chunks of one size, at places that do not depend on the capacity:
-    the order of its sums then depends on a row's length alone. This takes longer."""
-    token = _fixed.set(True)
-    try:
-        yield
-    finally:
-        _fixed.reset(token)
-
 
 Partial = tuple[Array, Array, Array]  # running maximum [B, K, R], sum of exponentials [B, K, R], weighted values [B, K, R, H]
 Load = Callable[[Array | int], tuple[Array, Array, Bool[Array, "B #K #R S"]]]
@@ -81,7 +66,7 @@ def _by_query(rows: Float[Array, "B K R H"], q: Float[Array, "B T N H"]) -> Floa
 
 def _full(rows: Array, layer: FullLayer, length: Int[Array, "B"], T: int) -> Partial:
     capacity = layer.keys.shape[2]
-    fixed = _fixed.get()
+    fixed = in_fixed_order()
     chunk = FIXED_CHUNK_TOKENS if fixed else min(max(CHUNK_TOKENS, MAX_LOGITS // rows.shape[2]), capacity)
     query = jnp.arange(rows.shape[2]) // (rows.shape[2] // T)
     seen = length[:, None] - T + query + 1
@@ -187,7 +172,7 @@ def _groups(
     G, listed = layer.group_size, isinstance(view, ListedGroups)
     groups = view.groups.shape[2] if listed else layer.groups
     count = jnp.clip(view.count, 0, groups) if listed else (length // G)[:, None]
-    fixed = _fixed.get()
+    fixed = in_fixed_order()
     chunk = max(1, FIXED_CHUNK_TOKENS // G) if fixed else min(max(1, CHUNK_TOKENS // G), groups)
 
     def load(i):
@@ -285,14 +270,14 @@ def _attend(rows: Array, load: Load, capacity: int, chunk: int, length: Int[Arra
         return _merge(partial, (top, weights.sum(-1), read))
 
     empty = (jnp.full(rows.shape[:3], -jnp.inf, rows.dtype), jnp.zeros(rows.shape[:3], rows.dtype), jnp.zeros_like(rows))
-    if capacity <= chunk and not _fixed.get():
+    if capacity <= chunk and not in_fixed_order():
         return step(0, empty)
     return lax.fori_loop(0, (length + chunk - 1) // chunk, step, empty)
 
 
 def _by_part(rows: Array, load: Load, capacity: int, chunk: int, length: Int[Array, ""], *, parts: int) -> Float[Array, "B K R P"]:
     """The logarithm of the sum of exponentials of the logits in each of `parts` equal parts; -inf where nothing of it is read."""
-    size, fixed = capacity // parts, _fixed.get()
+    size, fixed = capacity // parts, in_fixed_order()
 
     def step(i, found: Array) -> Array:
         keys, _, visible = load(i)

@@ -1,7 +1,7 @@
 """Linear layers: activations times weights in full precision, in INT4 by groups, or in INT8."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import jax
@@ -60,7 +60,7 @@ def gated_linear(
     if gate.shape[0] != up.shape[0]:
         raise ValueError(f"gated_linear: {gate.shape[0]} outputs of gate and {up.shape[0]} of up, should be the same number")
     if not biases and _plain(gate, up):
-        return _skinny(x, [gate, up], x.dtype, "plain").gated_matmul(x, gate, up)
+        return _by_rows(lambda x: _skinny(x, [gate, up], x.dtype, "plain").gated_matmul(x, gate, up), x, "plain")
     gate, up = jnp.split(linear(x, [gate, up], biases), 2, axis=-1)
     return jax.nn.silu(gate) * up
 
@@ -73,9 +73,13 @@ def int4_matmul(
     One launch computes all of them, where a kernel runs.
     Raises NotImplementedError where the implementation asked for does not support the device or the shapes.
     """
-    # For many rows, as in prefill, XLA is not slow.
-    few = _rows(x) <= INT4_ROWS
-    return choose("matmul", implementation, x, weights, weight_format="int4", rows=_rows(x), slow_reference=few).int4_matmul(x, weights)
+
+    def multiplied(x: Array) -> Array:
+        # For many rows, as in prefill, XLA is not slow.
+        few = _rows(x) <= INT4_ROWS
+        return choose("matmul", implementation, x, weights, weight_format="int4", rows=_rows(x), slow_reference=few).int4_matmul(x, weights)
+
+    return _by_rows(multiplied, x, "int4")
 
 
 def unsupported(x: Array, weights: Sequence[Int4Weight], implementation: str) -> str | None:
@@ -92,8 +96,19 @@ def _multiply(x: Array, weights: Sequence[Weight], dtype) -> Array:
     if every(Int4Weight) and alike(weights):
         return int4_matmul(x, weights).astype(dtype)
     if every(Int8Weight) or _plain(*weights):
-        return _skinny(x, weights, dtype, "int8" if every(Int8Weight) else "plain").skinny_matmul(x, weights, dtype=dtype)
+        weight_format = "int8" if every(Int8Weight) else "plain"
+        return _by_rows(lambda x: _skinny(x, weights, dtype, weight_format).skinny_matmul(x, weights, dtype=dtype), x, weight_format)
     return jnp.concatenate([_multiply(x, [weight], dtype) for weight in weights], axis=-1)
+
+
+def _by_rows(product: Callable[[Array], Array], x: Array, weight_format: str) -> Array:
+    """product(x); where sums have a fixed order, for as many rows at a time as the kernel takes that gives any number the same bits."""
+    most = dispatch.rows_in_fixed_order("matmul", weight_format)
+    if _rows(x) <= most:
+        return product(x)
+    rows = x.reshape(-1, x.shape[-1])
+    parts = [product(rows[first : first + most]) for first in range(0, len(rows), most)]
+    return jnp.concatenate(parts).reshape(*x.shape[:-1], -1)
 
 
 def _plain(*weights: Weight) -> bool:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
+from pallas_kernels.dispatch import in_fixed_order, multiprocessors, no_mosaic_gpu
 from pallas_kernels.formats.weights import Int8Weight
 from pallas_kernels.gpu.launch import launch, lowered_once
 from pallas_kernels.matmul import reference
@@ -41,7 +41,8 @@ def skinny_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int8Weight], *,
 
 def plan_for(x: Array, weights: Sequence[Int8Weight], dtype) -> Plan | None:
     outputs, float32_out = tuple(weight.shape[0] for weight in weights), jnp.dtype(dtype) == jnp.float32
-    return Plan.fitting(math.prod(x.shape[:-1]), x.shape[-1], outputs, multiprocessors(), float32_out)
+    alike = MAX_ROWS if in_fixed_order() else 0
+    return Plan.fitting(math.prod(x.shape[:-1]), x.shape[-1], outputs, multiprocessors(), float32_out, alike)
 
 
 @lowered_once

@@ -43,11 +43,17 @@ class Plan:
     float32_out: bool = False
 
     @classmethod
-    def fitting(cls, rows: int, inputs: int, outputs: tuple[int, ...], multiprocessors: int, float32_out: bool = False) -> "Plan | None":
+    def fitting(
+        cls, rows: int, inputs: int, outputs: tuple[int, ...], multiprocessors: int, float32_out: bool = False, alike: int = 0
+    ) -> "Plan | None":
         """The plan with the smallest clusters whose blocks have room for their inputs of all rows, and in clusters for their sums of all
         tiles; None where even the largest have not.
 
-        Clusters are the same for 1 to 8 rows, and for 9 to 16, so that a row's outputs do not depend on how many others there are.
+        Args:
+            rows, inputs, outputs, float32_out: see the class.
+            multiprocessors: of the device.
+            alike: a number of rows that has the same clusters, as has any other up to the next multiple of 8. So a row's outputs do not
+                depend on how many others there are.
         """
         tiles, sizes = sum(outputs) // TILE, [2**i for i in range(MAX_CLUSTER.bit_length())]
 
@@ -55,7 +61,7 @@ class Plan:
             return max(1, min(tiles, clusters_at_once(size, multiprocessors)))
 
         plans = [cls(rows, inputs, outputs, size, most(size), float32_out) for size in sizes]
-        full = math.ceil(rows / ROWS) * ROWS
+        full = math.ceil(max(rows, alike) / ROWS) * ROWS
         return next((plan for plan in plans if dataclasses.replace(plan, rows=full).slots >= ENOUGH_SLOTS), None)
 
     @property

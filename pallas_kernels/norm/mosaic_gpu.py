@@ -9,7 +9,7 @@ import math
 import jax
 from jaxtyping import Array, Float
 
-from pallas_kernels.dispatch import no_mosaic_gpu
+from pallas_kernels.dispatch import in_fixed_order, no_mosaic_gpu
 from pallas_kernels.gpu.launch import launch
 
 MAX_ROWS = 64  # for more, as in prefill, XLA does well
@@ -23,7 +23,7 @@ def unsupported(x: Array, added: Array | None, weight: Array) -> str | None:
         return reason
     if others := {a.dtype.name for a in (x, added, weight) if a is not None} - {"bfloat16"}:
         return f"needs bfloat16, not {', '.join(sorted(others))}"
-    if (rows := math.prod(x.shape[:-1])) > MAX_ROWS:
+    if (rows := math.prod(x.shape[:-1])) > MAX_ROWS and not in_fixed_order():
         return f"supports up to {MAX_ROWS} rows, not {rows}"
     if (width := x.shape[-1]) % VALUES or width > MAX_WIDTH:
         return f"supports widths in multiples of {VALUES} up to {MAX_WIDTH}, not {width}"

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dispatch import no_mosaic_gpu
+from pallas_kernels.dispatch import in_fixed_order, no_mosaic_gpu
 from pallas_kernels.formats.kv_cache import FullLayer
 from pallas_kernels.gpu.launch import launch
 
 THREADS = 128  # of a block: a warpgroup
-MAX_TOKENS = 256  # of all rows together
+MAX_TOKENS = 256  # of all rows together; for more XLA does well
 
 
 def unsupported(qkv: Array, cos: Array, sin: Array, buffer: FullLayer, offset: Int[Array, "B"]) -> str | None:
@@ -25,7 +25,7 @@ def unsupported(qkv: Array, cos: Array, sin: Array, buffer: FullLayer, offset: I
         return f"needs bfloat16, not {', '.join(sorted(others))}"
     if offset.dtype != jnp.int32:
         return f"needs offsets in int32, not {offset.dtype}"
-    if (tokens := math.prod(qkv.shape[:2])) > MAX_TOKENS:
+    if (tokens := math.prod(qkv.shape[:2])) > MAX_TOKENS and not in_fixed_order():
         return f"supports up to {MAX_TOKENS} tokens, not {tokens}"
     if (rows := buffer.keys.shape[2]) < max(2, qkv.shape[1]):
         return f"needs a buffer of at least {max(2, qkv.shape[1])} rows, not {rows}"

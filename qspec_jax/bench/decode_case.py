@@ -20,7 +20,9 @@ from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.host_memory import StreamedCache, to_device, to_host
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.compiled import Call
+from qspec_jax.decoding.config import BITS, TOKENS
 from qspec_jax.decoding.engine import Engine
+from qspec_jax.decoding.exact_bits import check_bits
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.prefill import Executables
 from qspec_jax.decoding.sampling import Sampler, make_sampler, prompt_keys
@@ -45,6 +47,7 @@ class Settings:
         seed: of the random draws.
         bandwidth: with which the steps are measured too; None: whole decodes alone.
         repeats: timed batches of each step.
+        exact: see `GenerationConfig`.
     """
 
     max_new_tokens: int
@@ -53,6 +56,7 @@ class Settings:
     seed: int = 0
     bandwidth: Bandwidth | None = None
     repeats: int = 20
+    exact: str = TOKENS
 
 
 def verifies(draft: Draft | None) -> bool:
@@ -78,7 +82,7 @@ class MeasuredCase:
         self.batch_size = batch_size
         self.devices = devices_of(model)
         self.model, self.method, self.gamma, self.context = model, case.method, case.gamma, len(prompts[0])
-        self.config = case.config(settings.max_new_tokens)
+        self.config = dataclasses.replace(case.config(settings.max_new_tokens), exact=settings.exact)
         self.fed = 1 if self.config.cache_config.guesses else case.gamma  # tokens of a pass besides the pending one
         self.rate = settings.rate if case.method.speculative else None
         self.inner_rate = settings.inner_rate if self.rate is not None and verifies(draft) else None
@@ -88,6 +92,8 @@ class MeasuredCase:
 
         self.sampler: Sampler = make_sampler(self.config) if self.rate is None else simulated()
         self.limits = make_limits(model, self.config)
+        if settings.exact == BITS:
+            check_bits(model, self.config, draft, case.gamma)
         self.engine = Engine.for_configs(model, draft, [self.config], prompt_tokens=self.context)
         if batch_size > 1:  # rows that the prompt's is repeated for
             self.engine.settle_for(batch_size)

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import decode_attention
-from pallas_kernels.attention.reference import in_fixed_chunks
+from pallas_kernels.dispatch import fixed_order
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.views import FULL_PRECISION
 from qspec_jax.caches.cache import Cache
@@ -39,7 +39,7 @@ def filled_layer(
 
     def attended(x: Array, q: Array, end: Array, keys: Array, values: Array) -> Array:
         lengths = Lengths(jnp.zeros_like(end[:, -1]), end[:, -1])
-        with in_fixed_chunks():
+        with fixed_order():
             found, _ = decode_attention(q, FullLayer(keys, values), lengths, FULL_PRECISION, implementation="reference")
         return block.after_attention(x, found)
 

@@ -36,7 +36,7 @@ from qspec_jax.cli.options import (
     load,
     place_of,
 )
-from qspec_jax.decoding.config import GAMMA, GenerationConfig
+from qspec_jax.decoding.config import BITS, EXACT, GAMMA, TOKENS, GenerationConfig
 from qspec_jax.decoding.requests import check_positions
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.int4 import stored_int4
@@ -123,6 +123,7 @@ def bench_decode(
     transformers_quantized: Annotated[
         bool, typer.Option("--transformers-quantized", help="Measure it with its quantized cache too, which needs optimum-quanto.")
     ] = False,
+    exact: Annotated[str, typer.Option(metavar="|".join(EXACT), help="bits: all methods with passes of fixed bits, greedily.")] = TOKENS,
     devices: DevicesOfModel = None,
     weights: WeightsOption = None,
     seed: Seed = 0,
@@ -154,6 +155,8 @@ def bench_decode(
         if batch_sizes != [1]:
             raise InputError("--transformers measures one row only; leave out --batch-size")
         transformers_decode.check()
+    for method in methods:  # which refuses caches that have no fixed bits
+        GenerationConfig(cache=method.cache, draft=method.draft, exact=exact, num_speculative_tokens=max(gammas))
     choice = WeightsChoice.parse(weights)
     shape = huggingface.load_config(model) if arch is None else architecture(arch, layers)
     if arch is not None or random_weights:
@@ -186,13 +189,14 @@ def bench_decode(
         return decode.run(
             name
             + ("" if layers is None else f", {layers} of {architecture(arch).num_layers} layers")
-            + _described(shape.int4_weights and (arch is not None or random_weights), choice),
+            + _described(shape.int4_weights and (arch is not None or random_weights), choice)
+            + (", exact bits" if exact == BITS else ""),
             network,
             int4_of(network, random=arch is not None or random_weights),
             contexts,
             methods,
             gammas,
-            decode.Settings(max_new_tokens, inner_rate=simulate_inner_acceptance, seed=seed, repeats=repeats),
+            decode.Settings(max_new_tokens, inner_rate=simulate_inner_acceptance, seed=seed, repeats=repeats, exact=exact),
             rates=rates,
             batch_sizes=batch_sizes,
             beside=beside,

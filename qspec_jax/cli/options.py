@@ -250,7 +250,7 @@ class _Settings:
         str,
         typer.Option(
             metavar="|".join(EXACT),
-            help="bits: on a CPU, greedy tokens are those of one-by-one decoding to the last one, near ties included; this takes longer.",
+            help="bits: greedy tokens are those of one-by-one decoding to the last one, near ties included; this takes longer.",
         ),
     ] = TOKENS
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
+from pallas_kernels import dispatch
 from pallas_kernels.formats.views import BOTH_PLANES, View
 from qspec_jax.caches.cache import PooledCache
 from qspec_jax.decoding.adaptive import Adaptive
@@ -24,12 +25,14 @@ from qspec_jax.decoding.config import BITS, GenerationConfig, beside_draft
 from qspec_jax.decoding.host_residence import none_resident, settled
 from qspec_jax.decoding.limits import Limits
 from qspec_jax.decoding.prefill import START, CacheChoice, Prefill, Reading, Sizes, kinds_of
+from qspec_jax.decoding.prefill_by_row import PrefillByRow
 from qspec_jax.decoding.programs import DECODE, FORK, REPEAT, REPLACE, WINDOW
 from qspec_jax.decoding.sampling import Sampler
 from qspec_jax.decoding.state import UNLIMITED, Counts, DecodeState, Logprobs
 from qspec_jax.drafts.draft import Draft, check_made_for
 from qspec_jax.drafts.guess import NextTokenGuess
 from qspec_jax.errors import InputError
+from qspec_jax.models.fixed_order import FixedOrderModel
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket, padded
 from qspec_jax.models.sharding import mesh_of
@@ -70,7 +73,8 @@ class Engine:
         logprobs: alternatives to each token whose log-probabilities are kept; None keeps none, not even the token's own.
         appended: the minimum number of tokens, besides one, that a pass may append to the cache.
         view: the part of its cache that the target reads; all of it, except for measurements.
-        uniform: whether the target's passes are computed in parts of one shape, see `qspec_jax.models.uniform`.
+        same_bits: whether a row is to have the same bits whatever else is decoded with it: on a GPU see `qspec_jax.models.fixed_order` and
+            `prefill_by_row`, elsewhere `qspec_jax.models.uniform`.
         on_compile: called with None when programs have to be made, and with the seconds that this took afterwards: 0 if another engine had
             made them.
 
@@ -90,7 +94,7 @@ class Engine:
         logprobs: int | None = None,
         appended: int = 0,
         view: View = BOTH_PLANES,
-        uniform: bool = False,
+        same_bits: bool = False,
         on_compile: Callable[[float | None], None] = lambda seconds: None,
     ):
         cache.check_division(model)
@@ -98,7 +102,9 @@ class Engine:
             raise InputError("the only draft that is compatible with this cache is none")
         if cache.guesses:
             draft, gamma = NextTokenGuess(ViewedModel(model, view)), 1
-        self.target = UniformModel(model, view) if uniform else ViewedModel(model, view)
+        self._by_row = same_bits and dispatch.platform() == "gpu"
+        uniform = same_bits and not self._by_row
+        self.target = (UniformModel if uniform else FixedOrderModel if same_bits else ViewedModel)(model, view)
         self.draft = draft if gamma else None
         if self.draft is not None:
             check_made_for(self.draft, model)
@@ -130,7 +136,7 @@ class Engine:
             gamma=max_drafts(model, longest),
             prompt_tokens=prompt_tokens,
             max_new_tokens=longest.max_new_tokens,
-            uniform=longest.exact == BITS,
+            same_bits=longest.exact == BITS,
             logprobs=min(rounded_up(max(alternatives)), model.config.vocab_size) if alternatives else None,
             **settings,
         )
@@ -163,7 +169,7 @@ class Engine:
         limits: Limits | None = None,
         *,
         layers: int | None = None,
-    ) -> Prefill:
+    ) -> Prefill | PrefillByRow:
         """The programs that read prompts, with their arguments.
 
         Args:
@@ -185,6 +191,8 @@ class Engine:
             layers = None
         draft = self.draft.in_prefill() if begins else None
         prefill = Prefill(self.target, draft, *padded(prompts), sampler, keys, limits, self.sizes, layers, self._kinds)
+        if self._by_row and len(prompts) > 1:
+            return PrefillByRow.of(prefill, prompts)
         return self._with_residence(prefill) if in_host_memory else prefill
 
     def _with_residence(self, prefill: Prefill) -> Prefill:
@@ -241,7 +249,7 @@ class Engine:
         self._unseen += 1
         return self.run(Call(START, (logits, tokens, n, sampler, keys, limits, pending, adaptive), dict(sizes=self.sizes), "resumed"))
 
-    def prepare_prefill(self, prefill: Prefill) -> Callable[[], DecodeState]:
+    def prepare_prefill(self, prefill: Prefill | PrefillByRow) -> Callable[[], DecodeState]:
         """Does the host's part of a prefill, and returns the function that starts the device, with hardly any delay."""
         self.compile_prefills([prefill])
 
@@ -251,15 +259,16 @@ class Engine:
 
         return begin
 
-    def prefill_in_parts(self, prefill: Prefill) -> Iterator[Array | DecodeState]:
+    def prefill_in_parts(self, prefill: Prefill | PrefillByRow) -> Iterator[Array | DecodeState]:
         """Runs a prefill. Yields between parts, each time an array that is ready when the part is done; at the end the state."""
         self.compile_prefills([prefill])
         self._unseen += 1
         yield from prefill.run_in_parts(self._executables)
 
-    def compile_prefills(self, prefills: Iterable[Prefill], *, rounds_after: Prefill | None = None) -> None:
+    def compile_prefills(self, prefills: Iterable[Prefill | PrefillByRow], *, rounds_after: Prefill | PrefillByRow | None = None) -> None:
         """Compiles the programs of these prefills that the engine does not have, and that of rounds after one of them, in parallel."""
-        missing = [prefill for prefill in prefills if prefill.first.key not in self._executables]
+        rows = itertools.chain.from_iterable(prefill.rows for prefill in prefills)
+        missing = [prefill for prefill in rows if prefill.first.key not in self._executables]
         if not missing:
             return
         rounds = () if rounds_after is None else self._rounds_ahead(rounds_after)
@@ -280,7 +289,7 @@ class Engine:
         self._on_compile(seconds)
         self.compile_s += seconds
 
-    def _rounds_ahead(self, prefill: Prefill) -> Iterator[Call]:
+    def _rounds_ahead(self, prefill: Prefill | PrefillByRow) -> Iterator[Call]:
         """The call of rounds after a prefill, for shapes, where these say all that the program depends on."""
         if mesh_of(self.target) is None:
             yield self.rounds_call(prefill.shapes(), prefill.sampler, prefill.limits, lazy=True)

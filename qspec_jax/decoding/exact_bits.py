@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import jax.numpy as jnp
+
 from pallas_kernels import dispatch
 from qspec_jax.decoding.config import BITS, GenerationConfig
 from qspec_jax.decoding.requests import Request
@@ -32,7 +34,13 @@ def check_bits(model: Llama, config: GenerationConfig, draft: Draft | None, max_
         if not ok:
             raise InputError(f"exact {BITS} {what}; give exact tokens there")
 
-    check(dispatch.platform() == "cpu", f"is for CPUs, and this decodes on a {dispatch.platform()}")
+    platform = dispatch.platform()
+    check(platform in ("cpu", "gpu"), f"is for CPUs and GPUs, and this decodes on a {platform}")
+    if platform == "gpu":
+        reason = dispatch.no_mosaic_gpu()
+        check(reason is None, f"on a GPU {reason}")
+        check(model.dtype == jnp.bfloat16, f"on a GPU is for models in bfloat16, and this one is in {model.dtype.name}")
+        check(model.config.experts is None, "on a GPU is for models without experts")
     check(mesh_of(model) is None, "is for one device, and the model is divided over several")
     check(not model.config.windowed_layers, "is for models without sliding windows, and this one has layers with a window")
     appended = 0 if draft is None else max_drafts + draft.extra_rows

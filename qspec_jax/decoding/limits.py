@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,11 @@ class Limits:
     @property
     def asks_what_was_seen(self) -> bool:
         return self.processors is not None and self.processors.repetition_penalty is not None
+
+    def of_rows(self, rows: slice | Int[np.ndarray, "rows"]) -> Self:
+        """The limits of some of the rows."""
+        taken = jax.tree.map(lambda x: x[rows], dataclasses.replace(self, eos_token_ids=None))
+        return dataclasses.replace(taken, eos_token_ids=self.eos_token_ids)
 
     def processed(self, logits: Float[Array, "B T V"], new: Int[Array, "B"], since: Int[Array, "B V"] | None) -> Float[Array, "B T V"]:
         """The logits that tokens are chosen from: without padding of the vocabulary, except EOS ids; and see `Processors`."""

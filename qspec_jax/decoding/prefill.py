@@ -225,6 +225,11 @@ class Prefill:
         return dataclasses.replace(self, sizes=dataclasses.replace(self.sizes, cache=cache))
 
     @property
+    def rows(self) -> tuple[Self, ...]:
+        """The prefills whose programs run: this one, see `prefill_by_row`."""
+        return (self,)
+
+    @property
     def first(self) -> Call:
         """The first call, which does not depend on the results of others."""
         return self._whole() if self.layers is None else self._begin()

@@ -1,7 +1,6 @@
 """How the prompts of a batch are prefilled: short ones together, long ones some layers at a time."""
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qspec_jax.decoding import capacity
+from qspec_jax.decoding.config import BITS
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.limits import Limits, make_limits
 from qspec_jax.decoding.prefill import Prefill
@@ -52,7 +52,7 @@ class PrefillGroups:
         limits = make_limits(prepared.model, *configs, tokenizer=prepared.tokenizer)
         self.sampler, self.limits = jax.device_get((strategy(*configs), limits))
         rows = ROWS_PER_PREFILL.get(jax.default_backend(), 1)
-        fits = rows * engine.sizes.capacity <= MAX_ROOM and not configs[0].cache_config.in_host_memory
+        fits = rows * engine.sizes.capacity <= MAX_ROOM and not configs[0].cache_config.in_host_memory and configs[0].exact != BITS
         self.rows_at_once = rows if fits else 1
 
     def is_short(self, index: int) -> bool:
@@ -89,10 +89,9 @@ class PrefillGroups:
 
     def settings(self, indices: Sequence[int]) -> tuple[Sampler, Limits]:
         """The sampler and the limits of rows that work for these requests, on the device."""
-        of_rows = jax.tree.map(lambda x: x[np.array(indices)], (self.sampler, dataclasses.replace(self.limits, eos_token_ids=None)))
+        rows = np.array(indices)
         # All in one call: one by one they take milliseconds on a GPU.
-        sampler, limits, eos = jax.device_put((*of_rows, self.limits.eos_token_ids))
-        return sampler, dataclasses.replace(limits, eos_token_ids=eos)
+        return jax.device_put((jax.tree.map(lambda x: x[rows], self.sampler), self.limits.of_rows(rows)))
 
     def room(self, groups: Sequence[int] | None, max_rows: int) -> capacity.Capacity:
         """As many rows as fit the device's memory, at most `max_rows`. groups: see `capacity.enough_for`."""

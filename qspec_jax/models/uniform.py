@@ -14,7 +14,7 @@ from jax import lax
 from jax.extend import core
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention.reference import in_fixed_chunks
+from pallas_kernels.dispatch import fixed_order
 from qspec_jax.models.llama import AttendingCache
 from qspec_jax.models.viewed import ViewedModel
 
@@ -84,7 +84,7 @@ class UniformModel(ViewedModel):
         never = cache.lengths.total[0] < 0
 
         def passed(tokens: Array, positions: Array, row: Any) -> tuple[Array, tuple, tuple[Array, ...]]:
-            with in_fixed_chunks():
+            with fixed_order():
                 logits, row, masses = one_row(tokens, positions, row)
             return logits, row.layers, masses
 

@@ -1,0 +1,127 @@
+"""`exact="bits"` on a GPU: the bits of greedy decoding do not depend on drafts, gamma, the batch, or its other rows."""
+
+import argparse
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpus import needs_gpu
+from runs import random_model
+
+from qspec_jax import demo, load
+from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.decoding.batch import run_batch
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.generate import generate
+from qspec_jax.decoding.prepare import prepare
+from qspec_jax.decoding.requests import Request
+from qspec_jax.decoding.sampling import prompt_keys
+from qspec_jax.models.llama import Llama
+
+pytestmark = [pytest.mark.gpu, needs_gpu]
+
+G = 128
+SHAPES = {  # two layers
+    "8B": dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8),
+    "7B": dict(hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_key_value_heads=32),
+}
+LENGTHS = G - 1, 2 * G - 16, 2 * G + 5, 5 * G, 9 * G - 16, 10 * G + 77  # of rows, around what a flush and a chunk of the buffer end with
+CAPACITY = 12 * G
+
+
+@functools.cache
+def layers(shape: str) -> Llama:
+    sizes = SHAPES[shape] | dict(head_dim=128, num_hidden_layers=2, max_position_embeddings=8192)
+    return random_model(jnp.bfloat16, vocab_size=4096, spread=0.02, tie_word_embeddings=False, **sizes)
+
+
+def target_of(model: Llama, cache: str):
+    config = GenerationConfig(draft="none", cache=cache, exact="bits", ignore_eos=True)
+    return prepare(model, [[1, 2, 3]], config=config).engine().target
+
+
+@functools.cache
+def rows(shape: str, cache: str, batch: int):
+    """A cache of rows of all lengths in turn, with random contents that depend on the row's number modulo the lengths alone."""
+    model, lengths = layers(shape), np.array([LENGTHS[b % len(LENGTHS)] for b in range(batch)])
+    choice = CacheConfig.parse(cache)
+    empty = choice.empty(model.config, batch=len(LENGTHS), capacity=CAPACITY, num_speculative_tokens=16, dtype=model.dtype)
+    of_lengths = jnp.array(LENGTHS, jnp.int32)
+    keys, values = jax.random.normal(jax.random.key(0), (2, len(LENGTHS), model.config.num_kv_heads, CAPACITY, 128), jnp.bfloat16)
+    fill = jax.jit(lambda cache: cache.filled(tuple(cache.fill(i, keys, values, of_lengths) for i in range(2)), of_lengths))
+    filled = fill(empty)
+    return jax.tree.map(lambda x: x[np.arange(batch) % len(LENGTHS)], filled), lengths
+
+
+def passed(step, target, cache, lengths, tokens) -> np.ndarray:
+    positions = jnp.asarray(lengths[:, None] + np.arange(tokens.shape[1]))
+    return step(target, jnp.asarray(tokens), positions, cache)
+
+
+@pytest.mark.parametrize("cache", ["int8", "full"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_token_has_the_same_logits_in_every_pass(shape, cache):
+    """Of 1 to 16 tokens, at every place in it, in batches of 1 to 64 rows."""
+    target, step = target_of(layers(shape), cache), jax.jit(lambda target, *args: target(*args))
+    text = np.random.default_rng(0).integers(0, 4096, (len(LENGTHS), 16))
+    filled, lengths = rows(shape, cache, len(LENGTHS))
+    by_one, grown = [], filled
+    for i in range(16):
+        logits, grown = passed(step, target, grown, lengths + i, text[:, i : i + 1])
+        by_one.append(np.asarray(logits))
+    by_one = np.concatenate(by_one, 1)
+    assert np.isfinite(by_one).all()
+    for T, batch in [(16, 6), (16, 1), (13, 3), (8, 8), (8, 64), (5, 17), (4, 1), (2, 64), (1, 64), (1, 1)]:
+        held, lengths = rows(shape, cache, batch)
+        for at in range(0, 16, T):
+            tokens = text[np.arange(batch) % len(LENGTHS), at : at + T]
+            logits, held = passed(step, target, held, lengths + at, tokens)
+            expected = by_one[np.arange(batch) % len(LENGTHS), at : at + T]
+            np.testing.assert_array_equal(np.asarray(logits), expected, err_msg=f"{T} tokens from {at}, {batch} rows")
+            if at + 2 * T > 16:
+                break
+
+
+def test_another_order_is_seen(monkeypatch):
+    """Runs of the buffer in other places."""
+    from pallas_kernels.attention import mosaic_runs
+
+    model, text = layers("8B"), np.random.default_rng(0).integers(0, 4096, (len(LENGTHS), 4))
+    held, lengths = rows("8B", "int8", len(LENGTHS))
+
+    def logits():
+        step = jax.jit(lambda target, *args: target(*args)[0])
+        return np.asarray(passed(step, target_of(model, "int8"), held, lengths, text))
+
+    first = logits()
+    np.testing.assert_array_equal(logits(), first)
+    monkeypatch.setattr(mosaic_runs, "MIN_UNITS", 3)
+    jax.clear_caches()
+    assert (logits() != first).any()
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    return load(demo.MODEL)
+
+
+def prompts_of(tokenizer, count: int) -> list[list[int]]:
+    """Of several lengths, from a real source file."""
+    ids = tokenizer(Path(argparse.__file__).read_text())["input_ids"]
+    return [ids[i * 700 : i * 700 + 400 + 53 * i] for i in range(count)]
+
+
+@pytest.mark.parametrize(("draft", "cache"), [("quantspec", "int8"), ("sparse:budget=0.1", "int8"), ("prompt-lookup", "full")])
+def test_a_batch_and_its_refilled_slots_emit_what_one_by_one_decoding_does(embedded, draft, cache):
+    model, tokenizer = embedded
+    prompts = prompts_of(tokenizer, 5)
+    settings = dict(exact="bits", cache=cache, ignore_eos=True, max_new_tokens=96)
+    alone = [generate(model, [prompt], config=GenerationConfig(draft="none", **settings)).token_ids[0] for prompt in prompts]
+    config = GenerationConfig(draft=draft, num_speculative_tokens=5, **settings)
+    assert generate(model, prompts, config=config).token_ids == alone
+    requests = [Request(prompt, config, key) for prompt, key in zip(prompts, prompt_keys(jax.random.key(0), len(prompts)), strict=True)]
+    found = {result.index: result.token_ids for result in run_batch(model, requests, batch_size=3)}
+    assert [found[b] for b in range(len(prompts))] == alone
