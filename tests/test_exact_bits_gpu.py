@@ -87,7 +87,7 @@ def test_a_token_has_the_same_logits_in_every_pass(shape, cache):
 
 def test_another_order_is_seen(monkeypatch):
     """Runs of the buffer in other places."""
-    from pallas_kernels.attention import mosaic_runs
+    from pallas_kernels.attention import mosaic_plan
 
     model, text = layers("8B"), np.random.default_rng(0).integers(0, 4096, (len(LENGTHS), 4))
     held, lengths = rows("8B", "int8", len(LENGTHS))
@@ -98,7 +98,7 @@ def test_another_order_is_seen(monkeypatch):
 
     first = logits()
     np.testing.assert_array_equal(logits(), first)
-    monkeypatch.setattr(mosaic_runs, "MIN_UNITS", 3)
+    monkeypatch.setattr(mosaic_plan, "SPAN", 2)
     jax.clear_caches()
     assert (logits() != first).any()
 

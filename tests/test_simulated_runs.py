@@ -20,7 +20,7 @@ from simulated_ptx import at_once, simulate
 import pallas_kernels.attention.mosaic_gpu as attention
 import pallas_kernels.rope_append.mosaic_gpu as rope_append
 from pallas_kernels import dispatch
-from pallas_kernels.attention import mosaic_runs, reference
+from pallas_kernels.attention import mosaic_plan, mosaic_runs, reference
 from pallas_kernels.attention.mosaic_plan import Config
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
 from pallas_kernels.formats.views import DenseView
@@ -54,7 +54,7 @@ def simulated(monkeypatch):
     simulate(monkeypatch)
     for kernel in (attention, rope_append):
         monkeypatch.setattr(kernel, "launch", launch)
-    monkeypatch.setattr(mosaic_runs, "FULL_TOKENS", 128)  # for a row of few tokens to have several runs
+    monkeypatch.setattr(mosaic_plan, "FULL_TOKENS", 128)  # for a row of few tokens to have several runs
     with dispatch.fixed_order():
         yield
 
@@ -102,6 +102,17 @@ def passes_that_differ(planes: int | None, passes: list) -> list:
 @pytest.mark.parametrize(("planes", "passes"), [(2, PASSES), (1, PASSES[::3]), (None, PASSES[::2])])
 def test_a_token_has_the_same_bits_in_every_pass(planes, passes):
     assert passes_that_differ(planes, passes) == []
+
+
+@pytest.mark.parametrize("planes", [2, None])
+def test_teams_that_have_whole_spans_give_the_same_bits(monkeypatch, planes):
+    expected = of_pass(planes, *PASSES[0])
+    monkeypatch.setattr(mosaic_plan, "SPANS_EACH", 0)
+    for rows, first, tokens, config in PASSES[:2] + PASSES[4:6]:
+        q, layer, lengths = of_rows(rows, *problem(planes))
+        assert attention.plan_for(q, layer, DenseView(planes), config=config).whole_spans
+        found = attend(q, layer, lengths, DenseView(planes), config, first, tokens)
+        np.testing.assert_array_equal(found, expected[np.array(rows), first : first + tokens])
 
 
 @pytest.mark.parametrize("planes", [2, None])

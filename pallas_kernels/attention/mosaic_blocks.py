@@ -7,8 +7,8 @@ import jax
 
 from pallas_kernels.attention import mosaic_append
 from pallas_kernels.attention.mosaic_partition import Partition, buffered_tokens
-from pallas_kernels.attention.mosaic_plan import WARPS, Plan
-from pallas_kernels.attention.mosaic_runs import Runs
+from pallas_kernels.attention.mosaic_plan import SPAN, WARPS, Plan
+from pallas_kernels.attention.mosaic_runs import Runs, folded
 from pallas_kernels.attention.mosaic_stream import FullSource, Pipeline, QuantizedSource
 from pallas_kernels.attention.mosaic_tile import Tile
 from pallas_kernels.gpu import fragments, numerics, ptx
@@ -41,7 +41,7 @@ def emit_block(plan: Plan, refs: dict) -> None:
     batch, chunks, groups = share.batch, share.chunks, share.groups
     worker, workers = (split - share.first) * plan.teams + warp // team, (share.end - share.first) * plan.teams
     runs = Runs(plan, batch, chunks, groups) if plan.fixed_runs else None
-    first, last = ((worker + i) * (runs.number if runs else chunks + groups) // workers for i in (0, 1))
+    first, last = (runs.dealt(x, workers) if runs else x * (chunks + groups) // workers for x in (worker, worker + 1))
     buffered = buffered_tokens(plan, at, batch)
     head = batch * plan.kv_heads + kv_head
     listed = QuantizedSource.load_list(plan, at, head, lane) if listed is None else listed
@@ -81,14 +81,14 @@ def emit_block(plan: Plan, refs: dict) -> None:
     ptx.synchronize(ptx.i32(0), warps)
     width = {"out": H, "top": 1, "total": 1}
 
-    def store(number, state) -> None:
-        """Writes a partial result, by its number among all of them."""
+    def store(number, state, is_folded=None) -> None:
+        """Writes a partial result, by its number among all of them. is_folded: see `Tile.store`."""
         first_row = number * plan.block_rows
 
         def place(name, row, entry):
             return at[name] + ptx.i64(first_row + row) * (4 * width[name]) + ptx.i64(entry) * 4
 
-        tile.store(place, state)
+        tile.store(place, state, is_folded)
 
     state = tile.empty()
     if plan.planes is not None:
@@ -102,7 +102,7 @@ def emit_block(plan: Plan, refs: dict) -> None:
             def of_run(run, carry):
                 slot, state = streams[0].run_part(runs.first_group(run), runs.first_group(run + 1), *operations, carry[0], tile.empty())
                 with ptx.when(run < runs.without_chunks):
-                    store(runs.place(row_block, kv_head, run), state)
+                    store(runs.place(row_block, kv_head, run), state, runs.is_folded(run))
                 # Products follow, which all lanes run together.
                 ptx.synchronize(None, 1)
                 return slot, state
@@ -131,7 +131,7 @@ def emit_block(plan: Plan, refs: dict) -> None:
 
     def rest_of_run(run, carry):
         slot, state = full.run_part(runs.first_chunk(run), runs.first_chunk(run + 1), keys, values, *carry)
-        store(runs.place(row_block, kv_head, run), state)
+        store(runs.place(row_block, kv_head, run), state, runs.is_folded(run))
         return slot, tile.empty()
 
     if plan.planes is not None:
@@ -158,10 +158,13 @@ def emit_merge(plan: Plan, refs: dict) -> None:
     row_block, row = row // plan.block_rows, row % plan.block_rows
     if plan.fixed_runs:
         runs = Runs.of_row(plan, at, kv_head, batch)
-        first, workers = runs.place(row_block, kv_head, 0), runs.number
+        # What is folded into the result of a part, and the number of parts.
+        each = 1 if plan.whole_spans else SPAN
+        first, workers, parts = runs.place(row_block, kv_head, 0), runs.spans if each == 1 else runs.number, runs.spans
     else:
         share = Partition(plan, at, kv_head, lane).of_row(batch)
-        first, workers = share.first, (share.end - share.first) * plan.teams
+        first, each = share.first, 1
+        workers = parts = (share.end - share.first) * plan.teams
         first = ((kv_head * plan.blocks_of_rows + row_block) * plan.splits + first) * plan.teams
 
     def index(worker):
@@ -177,18 +180,33 @@ def emit_merge(plan: Plan, refs: dict) -> None:
     top = fragments.all_rows(fragments.all_columns(top, ptx.maximum), ptx.maximum)
     width = H // 32  # channels of a lane
 
+    def partial(worker) -> list:
+        """The maximum, the sum of weights, and this lane's channels of a partial result."""
+        source = at["out"] + index(worker) * (4 * H) + ptx.i64(lane * (4 * width))
+        values = [x for j in range(0, width, 4) for x in ptx.load_global(source + 4 * j, min(4, width), result="f")]
+        return [load("top", worker), load("total", worker), *values]
+
+    def of_part(part) -> list:
+        """The same of what is folded into a part's."""
+        loaded = [partial(part * each + k) for k in range(each)]
+        found = loaded[0]
+        for k, other in enumerate(loaded[1:], 1):
+            there = part * each + k < workers
+            found = [ptx.select(there, x, old) for x, old in zip(folded(found, other), found)]
+        return found
+
     def add(i, state):
-        # Eight workers at a time, so that the loads wait together.
-        for k in range(8):
-            worker = i * (8 * WARPS) + warp + k * WARPS
-            weight = ptx.select(worker < workers, numerics.exp2(load("top", worker) - top), ptx.f32(0.0))
-            source = at["out"] + index(worker) * (4 * H) + ptx.i64(lane * (4 * width))
-            values = [x for j in range(0, width, 4) for x in ptx.load_global(source + 4 * j, min(4, width), result="f")]
-            values.append(load("total", worker))
+        # Several parts at a time, so that the loads wait together.
+        for k in range(8 // each):
+            part = i * (8 // each * WARPS) + warp + k * WARPS
+            part_top, *values = of_part(part)
+            weight = ptx.select(part < parts, numerics.exp2(part_top - top), ptx.f32(0.0))
             state = [numerics.fma(weight, x, old) for x, old in zip(values, state)]
         return state
 
-    state = ptx.loop(ptx.i32(0), (workers + (8 * WARPS - 1)) // (8 * WARPS), [ptx.f32(0.0)] * (width + 1), add)
+    turn = 8 // each * WARPS
+    total, *state = ptx.loop(ptx.i32(0), (parts + (turn - 1)) // turn, [ptx.f32(0.0)] * (width + 1), add)
+    state.append(total)
     mine = at["shared"] + warp * (4 * (H + 1))
     for i, x in enumerate(state[:-1]):
         ptx.store_shared(mine + (lane * width + i) * 4, x)

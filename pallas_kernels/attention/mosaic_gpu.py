@@ -125,7 +125,7 @@ def launches(
         By name: "merged", the values read [B T N H], in float32 where the plan finds totals; where it appends, "keys" and "values" of the
         buffer; where it finds totals or observes, "everything", and where it observes, "observed", see `attention_mass`.
     """
-    from pallas_kernels.attention import mosaic_blocks, mosaic_runs
+    from pallas_kernels.attention import mosaic_blocks
 
     buffer = layer.buffer
     # How much there is to read in each row.
@@ -147,7 +147,7 @@ def launches(
             if plan.planes == 2:
                 inputs[f"{name}_lower"] = planes.lower
     blocks_of_heads = plan.kv_heads * plan.blocks_of_rows
-    partials = plan.batch * mosaic_runs.max_runs(plan) if plan.fixed_runs else plan.splits * plan.teams
+    partials = plan.batch * plan.max_partials if plan.fixed_runs else plan.splits * plan.teams
     lead = (blocks_of_heads, partials, plan.block_rows)
 
     def numbers(**shapes):

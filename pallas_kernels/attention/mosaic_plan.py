@@ -6,7 +6,7 @@ import itertools
 import math
 
 from pallas_kernels import tuning
-from pallas_kernels.attention.support import listed_problem
+from pallas_kernels.attention.support import MAX_ROUND_TOKENS, listed_problem
 from pallas_kernels.dispatch import multiprocessors
 from pallas_kernels.gpu.launch import RESERVED_BYTES, SHARED_BYTES
 from pallas_kernels.gpu.layout import Layout
@@ -25,8 +25,11 @@ LIST_WORDS = 2  # of a list that a lane keeps, 32 columns each
 ROWS = 8  # query rows of a tile
 # Registers of a multiprocessor, and of a thread at most.
 REGISTERS, THREAD_REGISTERS = 65536, 255
-# With fixed runs: parts of a row for each multiprocessor that a KV head has, so that 1 or 3 teams of a multiprocessor share them evenly.
-RUNS = 3
+# With fixed runs (`mosaic_runs`): those of a row for each multiprocessor that a KV head has, for 1 or 3 teams of a multiprocessor to share
+# them evenly; the minimum of units of a run, as a partial result of many query tokens may take as long as a unit; the tokens of a run of a
+# full-precision cache; and the runs of a span.
+RUNS, MIN_UNITS, FULL_TOKENS, SPAN = 3, 2, 512, 4
+SPANS_EACH = 2  # for each team that is resident at once, where teams have whole spans: with fewer some would have twice as much to do
 SPILLED = 16  # registers of a thread that may be in memory at times, where more than three warpgroups share a multiprocessor
 
 
@@ -246,6 +249,40 @@ class Plan:
     def _max_slices(self) -> int:
         """Warps of the largest team."""
         return self.group_size // 32 if self.planes else WARPS
+
+    @property
+    def chunks_of_run(self) -> int:
+        """Chunks of a fixed run of a full-precision cache."""
+        return FULL_TOKENS // self.chunk
+
+    @property
+    def buffer_chunks(self) -> int:
+        """Chunks of a full buffer beside groups, which fixed runs count whether they are there or not."""
+        return math.ceil((2 * self.group_size + MAX_ROUND_TOKENS) / self.chunk)
+
+    @property
+    def most_runs(self) -> int:
+        """Fixed runs of a row, whatever its length, where there are groups."""
+        return max(1, RUNS * (multiprocessors() // self.kv_heads))
+
+    @property
+    def max_runs(self) -> int:
+        """Fixed runs of a row, at most."""
+        if self.planes is None:
+            return math.ceil(math.ceil(self.buffer_rows / self.chunk) / self.chunks_of_run)
+        groups = self.groups if self.list_width is None else self.list_width
+        return min(self.most_runs, max(1, (groups + self.buffer_chunks) // MIN_UNITS))
+
+    @property
+    def max_partials(self) -> int:
+        """Partial results that a row has room for, with fixed runs."""
+        return math.ceil(self.max_runs / SPAN) if self.whole_spans else self.max_runs
+
+    @property
+    def whole_spans(self) -> bool:
+        """Whether teams have whole spans of fixed runs."""
+        resident = multiprocessors() * self.config.blocks // self.heads * self.teams
+        return self.batch * math.ceil(self.max_runs / SPAN) >= SPANS_EACH * max(1, resident)
 
     @property
     def slices(self) -> int:

@@ -2,43 +2,18 @@
 
 What a KV head may read of a row is a line of units: its groups, then the chunks of a full buffer. Runs are equal parts of that line; their
 number depends on its length. A full-precision cache has runs of a fixed number of chunks, counted from its start. Neither depends on the
-number of query tokens or rows, nor on which team reads a run. The merge adds a row's partial results in the order of its runs. A run that a
-query sees nothing of adds zeros.
+number of query tokens or rows, nor on which team reads a run.
+
+SPAN runs are a span: their partial results are folded, one after the other, into the span's. Where there is work enough for teams that have
+whole spans, a team folds as it stores, and there is one partial result for each span; otherwise the merge folds, by the same operations. It
+adds the spans' results in their order. A run that a query sees nothing of adds zeros.
 """
 
 import dataclasses
-import math
 
 from pallas_kernels.attention.mosaic_partition import buffered_tokens, groups_to_read
-from pallas_kernels.attention.mosaic_plan import RUNS, Plan
-from pallas_kernels.attention.support import MAX_ROUND_TOKENS
-from pallas_kernels.dispatch import multiprocessors
-from pallas_kernels.gpu import ptx
-
-MIN_UNITS = 2  # of a run: a partial result of many query tokens may take as long as a unit
-FULL_TOKENS = 512  # of a run of a full-precision cache
-
-
-def buffer_chunks(plan: Plan) -> int:
-    """Chunks of a full buffer beside groups."""
-    return math.ceil((2 * plan.group_size + MAX_ROUND_TOKENS) / plan.chunk)
-
-
-def max_runs(plan: Plan) -> int:
-    """Partial results that a row has room for."""
-    if plan.planes is None:
-        return math.ceil(math.ceil(plan.buffer_rows / plan.chunk) / chunks_of_run(plan))
-    groups = plan.groups if plan.list_width is None else plan.list_width
-    return min(_most(plan), max(1, (groups + buffer_chunks(plan)) // MIN_UNITS))
-
-
-def chunks_of_run(plan: Plan) -> int:
-    """Chunks of a run of a full-precision cache."""
-    return FULL_TOKENS // plan.chunk
-
-
-def _most(plan: Plan) -> int:
-    return max(1, RUNS * (multiprocessors() // plan.kv_heads))
+from pallas_kernels.attention.mosaic_plan import MIN_UNITS, SPAN, Plan
+from pallas_kernels.gpu import numerics, ptx
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,13 +39,13 @@ class Runs:
     def number(self):
         """The number of runs: at least one, which may be empty, and no more than have room, whatever the lengths."""
         if self.plan.planes is None:
-            each = chunks_of_run(self.plan)
-            return ptx.maximum(ptx.minimum((self.chunks + (each - 1)) // each, ptx.i32(max_runs(self.plan))), ptx.i32(1))
-        return ptx.maximum(ptx.minimum(self._units // MIN_UNITS, ptx.i32(_most(self.plan))), ptx.i32(1))
+            each = self.plan.chunks_of_run
+            return ptx.maximum(ptx.minimum((self.chunks + (each - 1)) // each, ptx.i32(self.plan.max_runs)), ptx.i32(1))
+        return ptx.maximum(ptx.minimum(self._units // MIN_UNITS, ptx.i32(self.plan.most_runs)), ptx.i32(1))
 
     @property
     def _units(self):
-        return self.groups + buffer_chunks(self.plan)
+        return self.groups + self.plan.buffer_chunks
 
     def _first_unit(self, run):
         return run * self._units // self.number
@@ -82,7 +57,7 @@ class Runs:
     def first_chunk(self, run):
         """The first chunk of a run; of one that ends with a group 0, and of the run after the last the number of chunks."""
         in_runs = self.plan.planes is None
-        first = run * chunks_of_run(self.plan) if in_runs else ptx.maximum(self._first_unit(run) - self.groups, ptx.i32(0))
+        first = run * self.plan.chunks_of_run if in_runs else ptx.maximum(self._first_unit(run) - self.groups, ptx.i32(0))
         # The last run takes what is left, for there may be more than `MAX_ROUND_TOKENS` new tokens.
         return ptx.select(run < self.number, ptx.minimum(first, self.chunks), self.chunks)
 
@@ -100,6 +75,29 @@ class Runs:
         """The number of runs that begin before a unit."""
         return (unit * self.number + (self._units - 1)) // self._units
 
+    @property
+    def spans(self):
+        """The number of spans."""
+        return (self.number + (SPAN - 1)) // SPAN
+
+    def dealt(self, number, among):
+        """The first run of a team, by its number among those of the row; for the one after the last the number of runs."""
+        if not self.plan.whole_spans:
+            return number * self.number // among
+        return ptx.minimum(number * self.spans // among * SPAN, self.number)
+
+    def is_folded(self, run):
+        """Whether the partial result of a run is folded into the one that its place has."""
+        return ptx.i32(0) < run % SPAN if self.plan.whole_spans else None
+
     def place(self, row_block, kv_head, run):
-        """The number of a run's partial result among those of all blocks of rows, KV heads and rows of the batch."""
-        return ((kv_head * self.plan.blocks_of_rows + row_block) * self.plan.batch + self.batch) * max_runs(self.plan) + run
+        """The place of a run's partial result among those of all blocks of rows, KV heads and rows of the batch."""
+        row = (kv_head * self.plan.blocks_of_rows + row_block) * self.plan.batch + self.batch
+        return row * self.plan.max_partials + (run // SPAN if self.plan.whole_spans else run)
+
+
+def folded(old: list, new: list) -> list:
+    """A partial result (maximum, sum of weights, sums of weighted values) after another one is folded into it."""
+    top = ptx.maximum(old[0], new[0])
+    down, own = numerics.exp2(old[0] - top), numerics.exp2(new[0] - top)
+    return [top, *(numerics.fma(x, own, before * down) for before, x in zip(old[1:], new[1:], strict=True))]

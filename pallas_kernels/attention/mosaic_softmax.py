@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable
 
 from pallas_kernels.attention.mosaic_plan import ROWS, Plan
+from pallas_kernels.attention.mosaic_runs import folded
 from pallas_kernels.gpu import fragments, numerics, ptx
 
 # Softmax weights are 2^HEADROOM times exp(logit - maximum), for few to fall below what float16 has; times scales they stay below 2^15.
@@ -223,10 +224,13 @@ class SoftmaxTile:
         """The address of this lane's two words of the weights of tile n, step a of `steps`."""
         return self.weights + (n * steps + a) * 256 + self.lane * 8
 
-    def store(self, place: Callable, state: dict) -> None:
+    def store(self, place: Callable, state: dict, is_folded=None) -> None:
         """Writes the team's partial results: each warp those of its channels, once the whole team is done with its part of the ring.
 
-        place(name, row, entry): the address of that entry of "out", or of "top" or "total" with entry 0, for a query row of the block.
+        Args:
+            place: (name, row, entry), the address of that entry of "out", or of "top" or "total" with entry 0, for a row of the block.
+            state: see the class.
+            is_folded: whether what the team has written there before is folded in (`mosaic_runs.folded`); None: nothing has been written.
         """
         H = self.plan.head_dim
         sums = {name: state[name] for name in ("total", "offset") if name in state}
@@ -242,14 +246,24 @@ class SoftmaxTile:
             sums = {name: [[fragments.all_rows(x, operator.add) for x in pair] for pair in pairs] for name, pairs in sums.items()}
             sums = {name: self._added(pairs) for name, pairs in sums.items()}
             ptx.synchronize(None, 1)
-        for n in self.tiles:
-            for c in (0, 1):
-                row = self.t * 2 + (n * ROWS + c)
-                to = place("out", row, self.g + self.part * (H // self.team))
-                for i, acc in enumerate(state["out"][n]):
-                    for high in (0, 1):
-                        x = acc[c + 2 * high]
-                        ptx.store_global(to + 4 * (16 * i + 8 * high), x + sums["offset"][n][c] if "offset" in sums else x)
-                with ptx.when((self.g == 0) & (self.part == 0)):
-                    ptx.store_global(place("top", row, ptx.i32(0)), state["top"][n][c])
-                    ptx.store_global(place("total", row, ptx.i32(0)), sums["total"][n][c])
+        queries = [(n, c, self.t * 2 + (n * ROWS + c)) for n in self.tiles for c in (0, 1)]
+        numbers = {row: [place(name, row, ptx.i32(0)) for name in ("top", "total")] for *_, row in queries}
+        if is_folded is not None:
+            # One lane of the team writes them for all.
+            before = {row: [ptx.load_global(at, result="f")[0] for at in of_row] for row, of_row in numbers.items()}
+            self.meet() if self.team > 1 else ptx.synchronize(None, 1)
+        for n, c, row in queries:
+            to = place("out", row, self.g + self.part * (H // self.team))
+            places = [to + 4 * (16 * i + 8 * high) for i in range(len(state["out"][n])) for high in (0, 1)]
+            values = [acc[c + 2 * high] for acc in state["out"][n] for high in (0, 1)]
+            if "offset" in sums:
+                values = [x + sums["offset"][n][c] for x in values]
+            values = [state["top"][n][c], sums["total"][n][c], *values]
+            if is_folded is not None:
+                old = [*before[row], *(ptx.load_global(at, result="f")[0] for at in places)]
+                values = [ptx.select(is_folded, x, own) for x, own in zip(folded(old, values), values)]
+            for at, x in zip(places, values[2:]):
+                ptx.store_global(at, x)
+            with ptx.when((self.g == 0) & (self.part == 0)):
+                for at, x in zip(numbers[row], values):
+                    ptx.store_global(at, x)
