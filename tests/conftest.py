@@ -20,6 +20,8 @@ from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.cli import main
 from qspec_jax.decoding.compiled import Compiled
 
+MAPS = Path("/proc/self/maps")
+
 
 def pytest_configure(config):
     sharing.begin(config)
@@ -72,12 +74,27 @@ def _compiles_fast(request):
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _lowers_in_one_context():
+    sharing.lower_in_one_context()
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _forget_programs():
-    """A process may map no more than some 65,000 pieces of memory, and each program takes several: XLA crashes where they run out."""
+def _forget_programs(request):
+    """Between modules JAX forgets programs if they are many. A process may map no more than some 65,000 pieces of memory, and each program
+    takes several: XLA crashes where they run out. Those of modules with the mark `optimized` are others."""
+    optimized = request.node.get_closest_marker("optimized") is not None
+    if optimized:
+        _begin_again()
     yield
     Compiled.forget()
+    if optimized or not MAPS.exists() or MAPS.read_bytes().count(b"\n") > 10_000:
+        _begin_again()
+
+
+def _begin_again():
     jax.clear_caches()
+    sharing.lower_in_one_context()
 
 
 @pytest.fixture

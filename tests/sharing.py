@@ -1,4 +1,5 @@
-"""A cache of compiled programs that the processes of a test run share, and that the next run finds again.
+"""A cache of compiled programs that the processes of a test run share, and that the next run finds again; and one context for what the
+tests of a process lower.
 
 It is kept in $XDG_CACHE_HOME/qspec-tests (~/.cache/qspec-tests), in a directory for each version of JAX and each kind of CPU. Delete it at
 any time.
@@ -13,6 +14,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -20,6 +22,7 @@ import filelock
 import jax
 import jaxlib
 from jax._src import lru_cache
+from jax._src.interpreters import mlir
 
 from qspec_jax import compile_cache
 
@@ -46,6 +49,21 @@ def begin(config) -> None:
     jax.config.update("jax_compilation_cache_dir", os.environ[DIRECTORY])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def lower_in_one_context() -> None:
+    """Makes a context of MLIR that this thread lowers in from here on. JAX makes one for each program, with all dialects, in 4 ms: a
+    twelfth of the time of tests. What was lowered stays in a context as long as that lives, so it is to be made anew at times.
+    """
+    if jax.__version_info__ >= (0, 11):  # newer ones than the flags of conftest.py are for are left as they are
+        return
+    context, thread = _make_ir_context(), threading.current_thread()
+    mlir.make_ir_context = lambda: context if threading.current_thread() is thread else _make_ir_context()
+    # Passes load their dialects the first time: not while another thread lowers.
+    jax.jit(lambda: 0).lower().compile()
+
+
+_make_ir_context = mlir.make_ir_context
 
 
 def environment() -> dict[str, str]:
