@@ -1,11 +1,13 @@
 """Programs that are compiled while weights are loaded: those for an outline of the model are those that the model runs."""
 
+import itertools
 import types
 
 import jax
 import pytest
 from checkpoints import hf_config, write_checkpoint
 from quantized_checkpoints import write_quantized
+from tiers import in_system
 
 from convert import convert
 from qspec_jax import generate
@@ -19,6 +21,8 @@ from qspec_jax.decoding.programs import DECODE
 from qspec_jax.drafts.int4 import int4_model
 
 PROMPTS = [[1, 2, 3], [4] * 20]
+KINDS = ("plain", "tied", "awq", "converted", "converted awq")
+DEQUANTIZED = {"weights": "dequantized:head_bits=8"}
 
 
 @pytest.fixture
@@ -35,8 +39,15 @@ def shapes_of(model) -> tuple:
     return jax.tree.structure(model), [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(model)]
 
 
-@pytest.mark.parametrize("how", [{}, {"dtype": "bfloat16"}, {"weights": "dequantized:head_bits=8"}], ids=str)
-@pytest.mark.parametrize("kind", ["plain", "tied", "awq", "converted", "converted awq"])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        *((kind, {}) for kind in KINDS),
+        ("awq", DEQUANTIZED),
+        *in_system(*itertools.product(KINDS, [{"dtype": "bfloat16"}]), *((kind, DEQUANTIZED) for kind in KINDS if kind != "awq")),
+    ],
+    ids=str,
+)
 def test_an_outline_has_the_shapes_of_the_model(kind, how, tmp_path):
     if "awq" in kind:
         write_quantized(tmp_path / "hf", "awq")
@@ -50,7 +61,7 @@ def test_an_outline_has_the_shapes_of_the_model(kind, how, tmp_path):
     assert shapes_of(int4_model(outline)) == shapes_of(int4_model(model))
 
 
-@pytest.mark.parametrize("draft", ["none", "sparse:budget=0.5"])
+@pytest.mark.parametrize("draft", ["sparse:budget=0.5", *in_system("none")])
 def test_what_was_compiled_ahead_is_not_compiled_again(draft, directory, waited):
     Compiled.forget()
     config = GenerationConfig(draft=draft, max_new_tokens=6, num_speculative_tokens=2)

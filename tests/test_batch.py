@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from problems.batch import CONFIG, KEY, outcome, some_requests, with_settings
 from runs import random_model, with_draft
+from tiers import in_system
 
 from qspec_jax import drafts
 from qspec_jax.decoding import batch, prefill_groups, slots
@@ -34,14 +35,14 @@ def draft(model):
 
 
 def test_rows_are_as_alone(model, tokenizer, draft):
-    requests = some_requests(11)
+    requests = some_requests(7)
     whole = outcome(run_batch(model, with_draft(requests, draft), batch_size=3, tokenizer=tokenizer))
-    assert [result.index for result in whole] == list(range(11))
+    assert [result.index for result in whole] == list(range(7))
     for request, result in zip(requests, whole):
         assert len(result.token_ids) == request.config.max_new_tokens and result.finish_reason == "length"
     for settings in ({"batch_size": 1}, {"batch_size": 3, "refill": False}):
         assert outcome(run_batch(model, with_draft(requests, draft), tokenizer=tokenizer, **settings)) == whole
-    order = np.random.default_rng(1).permutation(11)
+    order = np.random.default_rng(1).permutation(7)
     shuffled = outcome(run_batch(model, with_draft([requests[i] for i in order], draft), batch_size=3, tokenizer=tokenizer))
     assert [dataclasses.replace(result, index=0) for result in shuffled] == [dataclasses.replace(whole[i], index=0) for i in order]
 
@@ -136,7 +137,7 @@ def test_a_first_token_that_ends_a_row(model, tokenizer, draft):
 
 
 @pytest.mark.parametrize("refill", [True, False])
-@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("batch_size", [3, *in_system(1)])
 def test_first_tokens_alone_need_no_round(refill, batch_size, model, draft):
     requests = [Request([i, 7], dataclasses.replace(CONFIG, max_new_tokens=1), KEY) for i in range(7)]
     results = run_batch(model, with_draft(requests, draft), batch_size=batch_size, refill=refill)

@@ -27,6 +27,7 @@ def test_what_is_in_host_memory_is_copied(run, one_layer, monkeypatch):
     assert "GB/s of host memory" in " ".join(out.split()) and "MB copied" in out
 
 
+@pytest.mark.system
 def test_a_baseline_that_host_memory_cannot_hold(run, one_layer, monkeypatch):
     """Its step copies as many bytes as that of one that is there; another method over such a cache has a row that says so."""
     flags = [*FAST, "--draft", "none", "--cache", "full:host=all", "--baseline-cache", "full:host=all,resident=0", "--json"]

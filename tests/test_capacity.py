@@ -61,13 +61,11 @@ def test_rows_without_pages():
 @pytest.mark.parametrize("kind", ["full", *in_system("int8")])
 def test_what_is_made_fits(model, monkeypatch, caplog, kind):
     """The batch and two rows beside it take no more than was free, and the results are the same."""
-    requests, draft, made, batch_of = some_requests(9), None, [], Engine.batch_of
-    if kind == "int8":  # greedy ones: with the settings of the others the program is twice as large
-        draft = drafts.quantspec(model)
-        configs = [dataclasses.replace(CONFIG, max_new_tokens=r.config.max_new_tokens) for r in requests]
-    else:
-        configs = [dataclasses.replace(r.config, cache="full", draft="none") for r in requests]
-    requests = [dataclasses.replace(r, config=config) for r, config in zip(requests, configs)]
+    requests, made, batch_of = some_requests(9), [], Engine.batch_of
+    draft = drafts.quantspec(model) if kind == "int8" else None
+    # Greedy ones: with the settings of the others the program is twice as large.
+    config = CONFIG if kind == "int8" else dataclasses.replace(CONFIG, cache="full", draft="none")
+    requests = [dataclasses.replace(r, config=dataclasses.replace(config, max_new_tokens=r.config.max_new_tokens)) for r in requests]
 
     def seen(self, row, *sizes):
         state = batch_of(self, row, *sizes)

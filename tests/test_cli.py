@@ -161,10 +161,11 @@ def test_sampling_follows_the_seed(run, directory):
 
 def test_the_seed_that_is_used_is_said(run, directory, caplog):
     base = ["generate", "--model", directory, "--prompt", "a", *SETTINGS]
-    code, text, _ = run(*base, "--temperature", "1")
+    sampled = [*base, "--temperature", "1", "--top-k", "50", "--top-p", "0.9"]  # as above, so that programs are there
+    code, text, _ = run(*sampled)
     assert code == 0 and "tokens are sampled with --seed 0; another seed gives another text" in caplog.messages
     caplog.clear()
-    assert run(*base, "--temperature", "1", "--seed", "0")[1] == text and run(*base)[0] == 0
+    assert run(*sampled, "--seed", "0")[1] == text and run(*base)[0] == 0
     assert not any("--seed" in message for message in caplog.messages)
 
 
@@ -324,15 +325,21 @@ def test_bad_flags_and_prompts(fails, directory, flags, word):
 
 
 def test_settings_reach_the_loop(run, directory):
-    """Each changes what comes out as its name says; what there is without any, is banned, favoured, stopped at."""
+    """Each changes what comes out as its name says; what there is without any, is banned, and favoured."""
     result = lambda *flags: json.loads(run(*GENERATE, directory, "--json", *flags)[1])
     plain = result()
-    first, *_ = ids = plain["token_ids"][0]
+    first = plain["token_ids"][0][0]
     assert plain.keys() == {"text", "token_ids", "finish_reason", "stats"}
     other = result("--ban", first, "--top-logprobs", 2)
     assert other["token_ids"][0][0] == other["top_logprobs"][0][0][1][0] != first == other["top_logprobs"][0][0][0][0]
     assert other["logprobs"][0][0] == other["top_logprobs"][0][0][1][1]
     assert set(result("--logit-bias", f"{other['token_ids'][0][0]}=1000")["token_ids"][0]) == {other["token_ids"][0][0]}
+
+
+@pytest.mark.system
+def test_settings_of_drafts_and_ends_reach_the_loop(run, directory):
+    result = lambda *flags: json.loads(run(*GENERATE, directory, "--json", *flags)[1])
+    ids = result()["token_ids"][0]
     stopped = result("--stop-token-ids", f"{ids[3]},{ids[4]}", "--adaptive", "--sensitive-layers", 1)
     assert stopped["token_ids"][0] == ids[:5] and stopped["finish_reason"] == ["stop"]
     assert result("--adaptive", "--draft-cost", 0.1, "--min-draft-confidence", 0.01)["token_ids"][0] == ids

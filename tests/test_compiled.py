@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import SingleDeviceSharding
 from loops import faults
 from runs import random_model, random_prompts, with_draft
+from tiers import in_system
 
 from qspec_jax.caches.full import FullCache
 from qspec_jax.caches.hierarchical import HierarchicalCache
@@ -129,21 +130,24 @@ def test_few_traces_are_kept():
     assert len(kept) == compiled.MIN_PROGRAMS and program.shapes(jnp.ones(0)).shape == (0,)
 
 
-def test_prompts_of_a_bucket_compile_once(compilations):
-    model = random_model(jnp.float32, vocab_size=61, num_hidden_layers=1)  # shapes that no other test has
+@pytest.mark.parametrize(("lengths", "vocabulary"), [((1, 64), 61), *in_system(((2, 63), 59))])
+def test_prompts_of_a_bucket_compile_once(compilations, lengths, vocabulary):
+    model = random_model(jnp.float32, vocab_size=vocabulary, num_hidden_layers=1)  # shapes that no other test has
     drafts = {"quantspec": quantspec(model)}
 
     def run(length: int, key: int = 0, **settings):
         usual = {"draft": "quantspec", "max_new_tokens": 5, "group_size": 4, "eos_token_ids": (3,), "temperature": 1.0}
         config = GenerationConfig(**(usual | settings))
         before = len(PREFILL.programs), len(DECODE.programs), len(compilations)
-        out = generate(model, random_prompts([length], 61), config=with_draft(config, drafts.get(config.draft)), key=jax.random.key(key))
+        out = generate(
+            model, random_prompts([length], vocabulary), config=with_draft(config, drafts.get(config.draft)), key=jax.random.key(key)
+        )
         grown = len(PREFILL.programs) - before[0], len(DECODE.programs) - before[1]
         return grown, out.stats.compile_s, len(compilations) - before[2]
 
     grown, seconds, made = run(7)
     assert grown == (1, 1) and seconds > 0 and made >= 2
-    for length in (1, 2, 63, 64):
+    for length in lengths:
         for settings in ({}, {"max_new_tokens": 64}, {"max_new_tokens": 1}, {"temperature": 0.3}, {"eos_token_ids": (5,)}):
             assert run(length, length, **settings) == ((0, 0), 0.0, 0), (length, settings)
     # Beyond a bucket, by the method that compiles fastest.
@@ -221,11 +225,8 @@ def test_pieces_of_mapped_memory_are_counted(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "batch", "gamma"),
     [
-        *(("int8", 1, 4), ("int8", 3, 0), ("full", 3, 4)),
-        *(
-            pytest.param(*case, marks=pytest.mark.system)
-            for case in (("int8", 1, 0), ("int8", 3, 4), ("full", 1, 0), ("full", 1, 4), ("full", 3, 0))
-        ),
+        *(("int8", 1, 4), ("full", 3, 4)),
+        *in_system(("int8", 3, 0), ("int8", 1, 0), ("int8", 3, 4), ("full", 1, 0), ("full", 1, 4), ("full", 3, 0)),
     ],
 )
 def test_the_loop_makes_nothing_of_cache_size(kind, batch, gamma):
@@ -274,13 +275,14 @@ def test_a_cache_that_is_not_donated_is_seen():
     assert any("given back" in fault for fault in faults("int8", 1, 0, donate=False))
 
 
+@pytest.mark.system
 def test_a_loop_that_asks_before_each_draft_is_seen(monkeypatch):
     known = round.current_round
     monkeypatch.setattr(round, "current_round", lambda *args: dataclasses.replace(known(*args), varies=True))
     assert faults("int8", 1, 3) == ["no loop of 3 trips"]
 
 
-@pytest.mark.parametrize(("kind", "cache"), [("int8", HierarchicalCache), ("full", FullCache)])
+@pytest.mark.parametrize(("kind", "cache"), [("int8", HierarchicalCache), *in_system(("full", FullCache))])
 def test_a_cache_that_is_moved_is_seen(monkeypatch, kind, cache):
     """Planted: every round moves all that is cached by one place."""
     flush = cache.flush

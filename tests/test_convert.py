@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -152,7 +153,7 @@ def test_the_tokenizer_comes_along_and_no_code(tmp_path):
 # And back, and compared -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", ["llama-biases", "phi3-longrope", "smollm3-interval"])
+@pytest.mark.parametrize("case", ["llama-biases", "phi3-longrope", *in_system("smollm3-interval")])
 def test_exported_it_is_what_it_was(case, tmp_path, monkeypatch):
     monkeypatch.setattr(to_hf, "SHARD_BYTES", 40_000 if case == "phi3-longrope" else 10**9)
     source = write_checkpoint(tmp_path / "hf", CASES[case])
@@ -192,6 +193,16 @@ def test_an_export_has_the_dtype_of_the_conversion(source, tmp_path):
     assert bits(load_model(tmp_path / "back")) == bits(load_model(source, dtype="bfloat16"))
 
 
+def another(source: Path, place: Path) -> Path:
+    """A checkpoint as `source`, but for the last row of one matrix."""
+    tensors = random_tensors(hf_config())
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].copy()
+    tensors["model.layers.1.mlp.up_proj.weight"][-1] = -tensors["model.layers.1.mlp.up_proj.weight"][-1]
+    found = write_checkpoint(place, hf_config(), tensors=tensors)
+    (found / "tokenizer.json").write_text((source / "tokenizer.json").read_text())
+    return found
+
+
 def test_verify(source, tmp_path, monkeypatch):
     monkeypatch.setattr(converted, "BATCH_BYTES", 30_000)
     out = tmp_path / "out"
@@ -199,15 +210,25 @@ def test_verify(source, tmp_path, monkeypatch):
     convert(source, out, draft_bits=4)
     report = verify(source, out)
     assert not report.wrong and report.logits and (report.weights, report.drafted) == (21, 14) and 0 < report.draft_error <= 1
-    # Another source.
-    tensors = random_tensors(hf_config())
-    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].copy()
-    tensors["model.layers.1.mlp.up_proj.weight"][-1] = -tensors["model.layers.1.mlp.up_proj.weight"][-1]
-    other = write_checkpoint(tmp_path / "other", hf_config(), tensors=tensors)
-    (other / "tokenizer.json").write_text("{}")
-    first, second, third = verify(other, out).wrong
+    first, second, third = verify(another(source, tmp_path / "other"), out).wrong
     assert "is not the tensor that was converted" in first and "layers.1.up_proj.weight differs from" in second and "as it may" in third
-    # Another conversion in its place.
+    with pytest.raises(InputError, match="is a conversion; give its source first"):
+        verify(out, source)
+    with pytest.raises(InputError, match="its config"):
+        verify(write_checkpoint(tmp_path / "third", hf_config(rms_norm_eps=1e-3)), out)
+    with pytest.raises(InputError, match="not a converted checkpoint"):
+        verify(source, source)
+
+
+@pytest.mark.system
+def test_verify_sees_what_was_changed(source, tmp_path, monkeypatch):
+    """Another conversion in the place of this one, the small files, of either; a bit of the draft, which errs no more for it; what can only
+    be in the logits."""
+    monkeypatch.setattr(converted, "BATCH_BYTES", 30_000)
+    out = tmp_path / "out"
+    (source / "tokenizer.json").write_text("{}")
+    convert(source, out, draft_bits=4)
+    other = another(source, tmp_path / "other")
     convert(other, tmp_path / "others")
     shutil.rmtree(out / "target")
     shutil.copytree(tmp_path / "others" / "target", out / "target")
@@ -216,7 +237,6 @@ def test_verify(source, tmp_path, monkeypatch):
     manifest = json.loads((out / "qspec.json").read_text())
     (out / "qspec.json").write_text(json.dumps(manifest | {"files": converted.stored_files(out)}))
     assert verify(source, out).wrong == ["layers.1.up_proj.weight differs from model.layers.1.mlp.up_proj.weight"]
-    # The small files, of either; a bit of the draft, which errs no more for it; what can only be in the logits.
     convert(source, out, overwrite=True, draft_bits=4)
     for directory in (source, out):
         (directory / "vocab.json").write_text("{}")
@@ -230,16 +250,16 @@ def test_verify(source, tmp_path, monkeypatch):
     logits = iter([np.zeros(3), np.ones(3)])
     monkeypatch.setattr("convert.compare._logits", lambda model: next(logits))
     assert verify(source, out).wrong == ["the logits differ"]
-    with pytest.raises(InputError, match="is a conversion; give its source first"):
-        verify(out, source)
-    with pytest.raises(InputError, match="its config"):
-        verify(write_checkpoint(tmp_path / "third", hf_config(rms_norm_eps=1e-3)), out)
-    with pytest.raises(InputError, match="not a converted checkpoint"):
-        verify(source, source)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("scale", "width"), [(1e-39, 50), (1e-36, 50), (1.0, 50), (1.0, 256), (1e36, 50)])
+@pytest.mark.parametrize(
+    ("scale", "width", "dtype"),
+    [
+        *((1e-39, 50, "float32"), (1.0, 256, "bfloat16")),
+        *in_system(*((scale, 50, dtype) for scale in (1e-36, 1.0, 1e36) for dtype in ("float32", "bfloat16"))),
+        *in_system((1e-39, 50, "bfloat16"), (1.0, 256, "float32")),
+    ],
+)
 def test_the_draft_s_bound_holds_and_binds(dtype, scale, width, monkeypatch):
     weight = jax.numpy.asarray(scale * np.random.default_rng(0).standard_t(2, (48, width)), dtype)
     monkeypatch.setattr("convert.by_rows.ROWS_SIZE", 10 * width)
