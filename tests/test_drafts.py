@@ -75,7 +75,7 @@ def test_two_levels_have_the_targets_distribution(options, middle, small):
     assert p_value(counts, p[0][:, None, None] * p[:, :, None] * p) > 1e-3
 
 
-@pytest.mark.parametrize("fault", ["keys", "distributions"])
+@pytest.mark.parametrize("fault", ["keys", *in_system("distributions")])
 def test_what_two_levels_get_wrong_is_seen(fault, monkeypatch):
     """Draws of both levels with the same keys, and the distributions of another model handed on."""
     if fault == "keys":
@@ -143,9 +143,8 @@ class Adversary(Draft):
     ("options", "masked"),
     [
         (SAMPLERS[1], True),
-        (SAMPLERS[3], True),
         (SAMPLERS[1], False),
-        *(pytest.param(SAMPLERS[i], True, marks=pytest.mark.system) for i in (0, 2)),
+        *in_system(*((SAMPLERS[i], True) for i in (0, 2, 3))),
     ],
     ids=str,
 )

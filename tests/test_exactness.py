@@ -186,7 +186,7 @@ def test_greedy_tokens_of_other_drafts_are_the_targets(model, targets, drafts, k
 
 @pytest.mark.parametrize(
     "kind",
-    [OTHERS[4], "two levels", *(pytest.param(kind, marks=pytest.mark.system) for kind in (OTHERS[5], OTHERS[-2], "small model"))],
+    [OTHERS[4], *in_system("two levels", OTHERS[5], OTHERS[-2], "small model")],
 )
 def test_greedy_tokens_of_other_drafts_alone(model, targets, drafts, kind):
     config = dataclasses.replace(QUANTSPEC, num_speculative_tokens=4)
@@ -364,12 +364,15 @@ def first_times(tokens):
     return [(i, token) for i, token in enumerate(tokens) if token not in tokens[:i]]
 
 
-@pytest.mark.parametrize("method", ["quantspec", "autoregressive"])
-def test_eos_at_every_position_and_the_length_cap(model, targets, method):
+@pytest.mark.parametrize(
+    ("method", "first"), [("quantspec", 0), *in_system(("quantspec", 1), ("autoregressive", 0), ("autoregressive", 1))]
+)
+def test_eos_at_every_position_and_the_length_cap(model, targets, method, first):
+    """At every second position, from this one."""
     base = QUANTSPEC if method == "quantspec" else TARGET
     prompt, tokens = random_prompts([2 * G + 1]), targets[2 * G + 1]
     assert len(first_times(tokens)) > 6
-    for at, eos in first_times(tokens):
+    for at, eos in first_times(tokens)[first::2]:
         for cap in {at, at + 1, at + 2, base.max_new_tokens} - {0}:
             config = dataclasses.replace(base, eos_token_ids=(eos,), ignore_eos=False, max_new_tokens=cap)
             out = generate(model, prompt, config=config)
