@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from runs import random_model, random_prompts
+from tiers import in_system
 
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths, dequantize_groups
 from pallas_kernels.formats.rounding import parameter_dtype
@@ -56,7 +57,7 @@ def test_decoding_is_that_of_the_hierarchical_cache(float64):
         assert np.abs(of_row[0] - of_row[2]).max() > 1e-4
 
 
-@pytest.mark.parametrize(("scheme", "dtype"), [("int8_first", "bfloat16"), ("paper", "float32")])
+@pytest.mark.parametrize(("scheme", "dtype"), [("int8_first", "bfloat16"), *in_system(("paper", "float32"))])
 def test_what_is_read_is_what_the_hierarchical_cache_stores(dtype, scheme):
     """To float32's rounding, in either dtype of the model: after prefill of rows of several lengths, and after a flush of two of them."""
     model = random_model(jnp.dtype(dtype), num_hidden_layers=1)

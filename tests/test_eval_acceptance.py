@@ -382,7 +382,10 @@ def test_the_target_as_its_own_draft(run, directory, file, tmp_path):
     assert result["results"][0]["conditional_rate"] == 1.0
 
 
-def test_texts_too_short_are_logged(run, directory, file, tmp_path, caplog):
+def test_texts_too_short_are_logged(run, directory, file, tmp_path, caplog, monkeypatch):
+    measured = acceptance.Acceptance(0.5, 1.5, None, 1, 2, 1, 4, 0.0)
+    monkeypatch.setattr(acceptance, "teacher_forced_in_turn", lambda runs: (measured for _ in runs))
+    monkeypatch.setattr(acceptance, "free_running", lambda *arguments, **settings: measured)
     short = tmp_path / "short.txt"
     short.write_text("x = 1\n")
     flags = ["--gamma", 1, "--temperature", 0]

@@ -161,7 +161,7 @@ def test_a_window_as_long_as_the_text_is_the_full_cache(cache):
         assert run_rounds(model, PROMPTS, over(cache, gamma=3)).tokens == run_rounds(model, PROMPTS, over("full")).tokens
 
 
-@pytest.mark.parametrize("cache", EVICTING)
+@pytest.mark.parametrize("cache", [EVICTING[-1], *in_system(*EVICTING[:-1])])
 def test_what_is_rolled_back_evicts_nothing(cache):
     with jax.enable_x64(True):
         model = random_model("float64", num_hidden_layers=1)

@@ -353,6 +353,8 @@ def test_a_sampled_rows_tokens_depend_on_that_row_alone(model):
     assert run_rounds(model, prompts[:1], config, keys=keys[:1]).tokens == together[:1]
 
 
+# Of the command: test_cli.py.
+@pytest.mark.system
 def test_sampling_is_repeatable_and_follows_the_key(model):
     prompts = prompts_of([9, 17, 300])
     a, b, c = (run_rounds(model, prompts, SAMPLED, keys=prompt_keys(jax.random.key(seed), 3)).tokens for seed in (3, 3, 4))
