@@ -14,6 +14,7 @@ from harness_samples import NAMES, TASKS, answers
 from lm_eval.tasks import manager
 from lm_eval.tasks._index import TaskIndex
 from runs import random_model
+from tiers import in_system
 
 from qspec_jax import demo
 from qspec_jax.checkpoints.loading import load_model
@@ -186,8 +187,10 @@ def test_generation_over_the_upper_plane(first_layer):
         ("import o", "s\n", 1),  # the last token of the context is part of the next one
         ("x = f(", "))", 3),
         ("impo", "rt os", 0),  # all of them are: what is read first is what a text without a context is read after
-        ("   ", "return x", 0),  # blanks belong to the continuation
-        ("for i in", " range(3):", 3),  # nothing merges
+        *in_system(
+            ("   ", "return x", 0),  # blanks belong to the continuation
+            ("for i in", " range(3):", 3),  # nothing merges
+        ),
     ],
 )
 def test_tokens_that_merge_are_scored(first_layer, context, continuation, left):

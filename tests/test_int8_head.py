@@ -84,7 +84,7 @@ def test_the_loops_draft_has_its_head_in_int8(monkeypatch):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_target_with_its_head_in_int8(tied, tmp_path, caplog, monkeypatch):
-    write_checkpoint(tmp_path / "hf", hf_config(tie_word_embeddings=tied))
+    write_checkpoint(tmp_path / "hf", hf_config(tie_word_embeddings=tied, num_hidden_layers=1))
     caplog.set_level("INFO", "qspec_jax")
     model = load_model(tmp_path / "hf", dtype="float32", weights="dequantized:head_bits=8")
     assert "its head is put into INT8" in caplog.text

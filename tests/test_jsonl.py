@@ -331,7 +331,7 @@ def test_a_run_belongs_to_its_checkpoint(directory, tmp_path):
 
 def test_sigterm_ends_a_batch_in_order(directory, tmp_path):
     source, out, err, journal = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "err", "out.jsonl.partial"))
-    source.write_text('{"token_ids": [1]}\n' * 2000)
+    source.write_text('{"token_ids": [1]}\n' * 500)
     flags = ["--batch-size", 1, "--draft", "none"]
     process = processes.command_line(command(directory, source, out, *flags), tmp_path / "said", err)
     deadline = time.monotonic() + 120

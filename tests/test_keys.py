@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from markov import DRAFTS, TABLE, counted, filtered, loop_of_its_own, p_value
 from runs import random_model, random_prompts
+from tiers import in_system
 
 from qspec_jax import GenerationConfig, InputError, generate
 from qspec_jax.decoding.batch import run_batch
@@ -95,7 +96,7 @@ def test_rows_are_as_alone_and_draw_many_tokens(generator, partitionable, model)
         assert out == generate(model, PROMPTS, config=HOT, key=jax.random.key(11)).token_ids
 
 
-@pytest.mark.parametrize(("generator", "partitionable"), [("rbg", True), ("unsafe_rbg", True), ("threefry2x32", False)])
+@pytest.mark.parametrize(("generator", "partitionable"), [("rbg", True), *in_system(("unsafe_rbg", True), ("threefry2x32", False))])
 def test_the_distribution_is_the_targets(generator, partitionable):
     options = {"temperature": 1.0}
     with jax_set_to(generator, partitionable):

@@ -12,6 +12,7 @@ import pytest
 from checkpoints import hf_config, write_checkpoint
 from gpus import gpu
 from runs import prepared, random_model, random_prompts, run_rounds, with_draft
+from tiers import in_system
 
 from qspec_jax.bench.architectures import random_int4
 from qspec_jax.caches import host_memory
@@ -213,14 +214,15 @@ def test_prefill_holds_the_queries_of_one_layer():
         assert attention.primitive.name in ("while", "scan")
 
 
-@pytest.mark.parametrize("resident", [0, 0.5])
 @pytest.mark.parametrize(
-    ("cache", "draft"),
+    ("cache", "draft", "resident"),
     [
-        ("full:host=all", "retrieval:budget=64"),
-        ("int8:host=all", "snapkv:budget=64"),
-        ("int8:host=lower", "sparse"),
-        ("int8:host=all", "streaming-llm:budget=64,sinks=0"),
+        *(("full:host=all", "retrieval:budget=64", 0), ("int8:host=lower", "sparse", 0.5)),
+        *in_system(
+            ("full:host=all", "retrieval:budget=64", 0.5),
+            ("int8:host=lower", "sparse", 0),
+            *(("int8:host=all", draft, share) for draft in ("snapkv:budget=64", "streaming-llm:budget=64,sinks=0") for share in (0, 0.5)),
+        ),
     ],
 )
 def test_a_draft_begins_with_one_layer_at_a_time(cache, draft, resident):

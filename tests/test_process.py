@@ -9,8 +9,6 @@ import processes
 import pytest
 from tiers import in_system
 
-from qspec_jax import demo
-
 BEGUN = "from qspec_jax.cli import process; process.begin(); from pathlib import Path; from qspec_jax import files\n"
 
 
@@ -43,10 +41,10 @@ def test_standard_input_that_is_closed_is_so_by_every_name(name):
 
 
 @pytest.mark.parametrize("output", ["/dev/stdout", *in_system("-")])
-def test_no_result_is_lost_in_silence(output, tmp_path):
+def test_no_result_is_lost_in_silence(output, shallow, tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "def"}')
-    flags = ["--model", demo.MODEL, "--max-new-tokens", 2, "--draft", "quantspec"]
+    flags = ["--model", shallow, "--max-new-tokens", 2, "--draft", "none"]
     for command in (["batch", source, output], ["generate", "--prompt", "def", "--output", output]):
         process = processes.command_line([*command, *flags], None, tmp_path / "err")
         process.join(120)
