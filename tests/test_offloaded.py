@@ -66,10 +66,11 @@ def small(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("small"), config)
 
 
-def test_tokens_and_codes_are_those_on_the_device():
+@pytest.mark.parametrize("temperature", [0.0, *in_system(0.8)])
+def test_tokens_and_codes_are_those_on_the_device(temperature):
     with jax.enable_x64(True):
         model = random_model("float64", num_hidden_layers=1)
-        config = dataclasses.replace(CONFIG, draft="sparse:budget=0.3,min_groups=2,weight_bits=16", temperature=0.8)
+        config = dataclasses.replace(CONFIG, draft="sparse:budget=0.3,min_groups=2,weight_bits=16", temperature=temperature)
         states = []
         for each in (config, offloaded(config)):
             state, step, _ = prepared(model, PROMPTS, each, draft=make_draft(each.draft, model))

@@ -15,6 +15,7 @@ import simulated_devices
 from conversions import bits
 from quantized_checkpoints import awq, compressed, gptq, make_quantized, write_model, write_quantized
 from read_checkpoints import edit_json
+from tiers import in_system
 
 from convert import convert, export, verify
 from pallas_kernels.formats.weights import Int4Weight, dequantize_weight
@@ -96,12 +97,8 @@ def test_weights_that_kernels_read_stay_packed_by_default(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("name", "group_size", "scales"),
     [
-        ("ct-w4-asym", 128, jnp.bfloat16),
-        ("ct-w4-asym", 32, jnp.bfloat16),
-        ("awq", 128, jnp.float16),
-        ("awq", 64, jnp.float16),
-        ("gptq-v1", 128, jnp.float16),
-        ("gptq-v1", 32, jnp.float16),
+        *(("ct-w4-asym", 32, jnp.bfloat16), ("awq", 128, jnp.float16), ("gptq-v1", 32, jnp.float16)),
+        *in_system(("ct-w4-asym", 128, jnp.bfloat16), ("awq", 64, jnp.float16), ("gptq-v1", 128, jnp.float16)),
     ],
 )
 def test_weights_with_zero_points_and_small_groups_stay_packed_by_default(name, group_size, scales, tmp_path):
@@ -174,6 +171,12 @@ def test_the_draft_reads_the_targets_own_codes(tmp_path, caplog):
     assert packed_weights(make_draft("quantspec", some).step.model).keys() == own.keys()
     with pytest.raises(InputError, match="some of the target's layers are in INT4 already"):
         make_draft("quantspec", some, calibration=[[1, 2, 3]])
+
+
+@pytest.mark.system
+def test_a_draft_with_the_targets_codes_emits_its_tokens(tmp_path):
+    write_quantized(tmp_path / "hf", "gptq-v1")
+    model = load_model(tmp_path / "hf", dtype="float32", weights="packed")
     settings = dict(max_new_tokens=24, ignore_eos=True, group_size=8)
     out = generate(model, [[1, 2, 3] * 9], config=GenerationConfig(draft="quantspec", **settings))
     alone = generate(model, [[1, 2, 3] * 9], config=GenerationConfig(draft="none", **settings))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from checkpoints import hf_config, random_tensors, write_checkpoint
 from runs import with_draft
+from tiers import in_system
 
 from qspec_jax import GenerationConfig, InputError, demo, generate
 from qspec_jax.checkpoints.loading import load_model
@@ -80,7 +81,7 @@ def test_without_a_tokenizer_nothing_says_what_is_padding(loud):
     assert min(found) >= IDS
 
 
-@pytest.mark.parametrize(("size", "reads"), [(IDS, "text"), (PADDED + 64, "window,sinks=2,window=30")])
+@pytest.mark.parametrize(("size", "reads"), [(IDS, "text"), *in_system((PADDED + 64, "window,sinks=2,window=30"))])
 def test_a_draft_that_is_padded_otherwise_drafts_the_same(size, reads, folders):
     """It is the target but for the padding, so that every draft is accepted."""
     target = load_model(folders[PADDED])
