@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import processes
 import pytest
+from tiers import in_system
 
 from convert.compare import VerificationReport
 from qspec_jax import cli, demo
@@ -142,7 +143,7 @@ def test_a_reader_that_leaves(tmp_path):
     assert process.exitcode == 141 and (tmp_path / "err").read_text() == ""
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, *in_system(signal.SIGTERM)])
 def test_a_signal_while_modules_are_imported(number, tmp_path):
     for delay in (0, 0.1, 0.4, 0.9):
         process = subprocess.Popen([sys.executable, "-m", "qspec_jax.cli", "demo"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)

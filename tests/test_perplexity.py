@@ -11,6 +11,7 @@ from checkpoints import CASES, write_checkpoint
 from models import target_logits
 from runs import random_model, random_prompts
 from scipy.special import log_softmax, rel_entr, softmax
+from tiers import in_system
 
 from pallas_kernels.formats.views import UPPER_PLANE
 from qspec_jax.caches.hierarchical import HierarchicalCache
@@ -76,7 +77,7 @@ def test_one_token_at_a_time_gives_the_same(model, scores):
         assert np.isnan(found[row, len(tokens) :]).all()
 
 
-@pytest.mark.parametrize("fault", ["a block one too long", "never flushed"])
+@pytest.mark.parametrize("fault", ["a block one too long", *in_system("never flushed")])
 def test_a_wrong_schedule_is_seen(monkeypatch, model, expected, fault):
     if fault == "never flushed":
         monkeypatch.setattr(HierarchicalCache, "flush", lambda cache: (cache, jnp.zeros_like(cache.lengths.buffered)))

@@ -8,6 +8,7 @@ import numpy as np
 import planned
 import pytest
 from silent_draft import Silent
+from tiers import in_system
 
 from pallas_kernels.formats.views import BOTH_PLANES
 from qspec_jax.bench.architectures import architecture, random_int4, random_model
@@ -105,7 +106,9 @@ def test_flops_are_those_that_xla_counts():
     assert counted == pytest.approx(work.total.flops, rel=0.02)
 
 
-@pytest.mark.parametrize("draft", [None, "quantspec", "quantspec:head_bits=16", "quantspec:weight_bits=16", "quantspec:sensitive_layers=1"])
+@pytest.mark.parametrize(
+    "draft", [None, "quantspec", *in_system("quantspec:head_bits=16", "quantspec:weight_bits=16", "quantspec:sensitive_layers=1")]
+)
 def test_weights_are_those_of_the_real_model(draft):
     config = dataclasses.replace(TINY, num_layers=3)
     model = random_model(config)
@@ -281,7 +284,9 @@ def test_drafts_that_cannot_be_made_of_an_outline():
 # Rounds
 
 
-@pytest.mark.parametrize(("group_size", "gamma", "rate"), [(16, 1, 0.5), (128, 4, 0.9), (16, 6, 1.0), (16, 15, 0.97), (16, 20, 0.9)])
+@pytest.mark.parametrize(
+    ("group_size", "gamma", "rate"), [(16, 1, 0.5), (128, 4, 0.9), *in_system((16, 6, 1.0), (16, 15, 0.97), (16, 20, 0.9))]
+)
 def test_rounds_are_those_of_the_schedule(group_size, gamma, rate):
     """Rounds that are drawn one by one, by the schedule's own functions."""
     schedule, random = Schedule(group_size), np.random.default_rng(0)

@@ -6,6 +6,7 @@ import math
 import measured_rows as rows
 import planned
 import pytest
+from tiers import in_system
 
 from qspec_jax.bench.architectures import architecture
 from qspec_jax.caches.registry import CacheConfig
@@ -47,7 +48,7 @@ def test_the_plan_says_what_was_compared(row):
     assert drafted.accepted_of_drafted == pytest.approx(row.ratio)
 
 
-@pytest.mark.parametrize("arch", ["llama-3.2-1b", "llama-2-13b", "llama-3.1-70b", "tiny"])
+@pytest.mark.parametrize("arch", ["llama-3.2-1b", "tiny", *in_system("llama-2-13b", "llama-3.1-70b")])
 def test_the_smallest_and_the_largest(arch):
     for name in ("h200", "orin"):
         found = plan(arch, architecture(arch), DEVICES[name], [1, (1 << 20) - 640], [1, 1 << 16], gammas=[1, 15])

@@ -121,8 +121,10 @@ def test_a_signal_that_is_ignored_stays_so():
         assert done.stdout.decode().splitlines() == [expected] * 2, done
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("half_written", [False, True])
+@pytest.mark.parametrize(
+    ("half_written", "number"),
+    [(False, signal.SIGTERM), (True, signal.SIGINT), *in_system((False, signal.SIGINT), (True, signal.SIGTERM))],
+)
 def test_a_signal_while_native_code_runs_ends_the_process(number, half_written):
     """At once, as one that Python handles, though the main thread is in native code; but not while something is half-written."""
     rounds = 3_000_000 if half_written else 2_000_000_000  # seconds, and many minutes

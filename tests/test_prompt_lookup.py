@@ -106,8 +106,8 @@ COMBINED = {
     [
         # Each kind with some samplers, and each sampler with some kind; all of the one in the middle are among the longer tests.
         ("a lookup of two tokens, or draws", 0.0, SAMPLERS[1]),
-        ("a lookup of two tokens, or draws", 0.4, SAMPLERS[2]),
         *in_system(
+            ("a lookup of two tokens, or draws", 0.4, SAMPLERS[2]),
             ("prompt lookup", 0.0, SAMPLERS[0]),
             ("draws within draws", 0.0, SAMPLERS[3]),
             *(("a lookup of two tokens, or draws", 0.0, SAMPLERS[i]) for i in (0, 2, 3)),
@@ -150,9 +150,8 @@ PAIRS = {
 @pytest.mark.parametrize(
     ("pair", "planted"),
     [
-        *((pair, False) for pair in PAIRS),
-        ("fickle", True),
-        *(pytest.param(pair, True, marks=pytest.mark.system) for pair in PAIRS if pair != "fickle"),
+        *(("fickle", planted) for planted in (False, True)),
+        *in_system(*((pair, planted) for pair in PAIRS if pair != "fickle" for planted in (False, True))),
     ],
 )
 def test_no_choice_depends_on_a_token_that_was_drawn(pair, planted, monkeypatch):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from runs import interrupted_rounds, random_model, random_prompts
+from tiers import in_system
 
 from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE
 from qspec_jax.decoding import rows as rows_of_states
@@ -32,8 +33,8 @@ from qspec_jax.models.viewed import ViewedModel
 
 G = 8
 CACHES = ("int8", "full", "kivi:residual=8", "h2o:heavy=8,recent=8", "streaming-llm:sinks=2,window=24")
-DRAFTS = ("quantspec", "sparse", "prompt-lookup")
-MORE_DRAFTS = ("retrieval:rebuild=16", "snapkv", "streaming-llm", "h2o", "chunk-means:chunk=4,dense_layers=0")
+DRAFTS = ("quantspec", "prompt-lookup")
+MORE_DRAFTS = ("sparse", "retrieval:rebuild=16", "snapkv", "streaming-llm", "h2o", "chunk-means:chunk=4,dense_layers=0")
 TEXT = random_prompts([170])[0]
 ROOM = 180  # programs are compiled for it: prompts of up to 64 tokens with this room share them
 
@@ -78,7 +79,7 @@ def one_by_one(model, prompt, tokens, cache):
     return found, held
 
 
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("cache", [CACHES[0], CACHES[3], *in_system(*(CACHES[i] for i in (1, 2, 4)))])
 def test_extend_is_one_by_one_decoding_however_the_text_is_cut(model, cache):
     """Around every flush, in one call and in several."""
     start = 2 * G + 5
@@ -94,7 +95,7 @@ def test_extend_is_one_by_one_decoding_however_the_text_is_cut(model, cache):
         assert after.cache.lengths.quantized.tolist() == straight.lengths.quantized.tolist()
 
 
-@pytest.mark.parametrize("draft", [*DRAFTS, *(pytest.param(draft, marks=pytest.mark.system) for draft in MORE_DRAFTS)])
+@pytest.mark.parametrize("draft", [*DRAFTS, *in_system(*MORE_DRAFTS)])
 def test_a_draft_goes_on_from_a_state_whatever_its_way(model, draft):
     """Tokens and acceptance are the same for a text that was read at once and in pieces, after a fork, and after a file."""
     settings = config(model, draft)
@@ -276,7 +277,7 @@ def test_memory_is_flat(model):
     assert memory < 32 << 20, f"the process has grown by {memory} bytes"
 
 
-@pytest.mark.parametrize("cache", ["int8", "full", "h2o:heavy=8,recent=8"])
+@pytest.mark.parametrize("cache", ["int8", *in_system("full", "h2o:heavy=8,recent=8")])
 def test_scores_of_continuations_are_those_of_one_by_one_decoding(model, cache):
     """A continuation is scored as if it were the only one, after a state without and with a pending token."""
     settings = config(model, cache=cache, max_new_tokens=2)
@@ -299,8 +300,8 @@ def test_scores_of_continuations_are_those_of_one_by_one_decoding(model, cache):
 @pytest.mark.parametrize(
     "draft, cache",
     [
-        ("quantspec", "int8"),
-        *(pytest.param(*case, marks=pytest.mark.system) for case in (("sparse", "int8"), ("none", "h2o:heavy=8,recent=8"))),
+        ("none", "int8"),
+        *in_system(("quantspec", "int8"), ("sparse", "int8"), ("none", "h2o:heavy=8,recent=8")),
     ],
 )
 def test_samples_of_a_prompt_are_rows_that_read_it_once(model, draft, cache):
