@@ -10,14 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from markov import ROWS, V, counted, filtered, loop_of_its_own, p_value
-from runs import prepared, random_model
 from tiers import in_system
 
 from qspec_jax.caches.cache import longer
 from qspec_jax.decoding import round as rounds
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.sampling import make_sampler
-from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.draft import Draft, RoundResult, propose_by_steps
 
 pytestmark = pytest.mark.optimized
@@ -119,16 +117,3 @@ def test_a_result_is_a_tree():
     result = RoundResult(one[None], one, 5 * one, one, 0 * one)
     assert result.drafted == 2 and jax.tree.map(lambda x: x.shape, result).drafted == (1,)
     assert jax.eval_shape(lambda result: result, result).count.shape == (1,)
-
-
-def test_retrieval_chooses_by_judged_drafts_alone():
-    """Rounds that differ in nothing but how many drafts came after the first rejected one leave the same state."""
-    model, gamma = random_model(jnp.float32, num_hidden_layers=1), 7
-    draft = make_draft("retrieval:budget=44,chunk=2,rebuild=0,least_accepted=0.9,generated=1", model)
-    config = GenerationConfig(group_size=16, max_new_tokens=9, num_speculative_tokens=gamma)
-    state, *_ = prepared(model, [list(range(60))], config, draft=draft)
-    one, commit = jnp.ones(1, jnp.int32), jax.jit(draft.commit)  # or each operation would be compiled by itself
-    for accepted in (0, 4):
-        result = lambda drafted, a=accepted: RoundResult(jnp.zeros((1, gamma + 1), int), (a + 1) * one, drafted * one, a * one, 0 * one)
-        states = [commit(state.draft, result(drafted), state.cache) for drafted in (accepted + 1, accepted + 2, gamma)]
-        assert all(jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), states[0], other)) for other in states[1:])

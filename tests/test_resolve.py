@@ -10,6 +10,7 @@ import numpy as np
 import planned
 import pytest
 import runs
+from tiers import in_system
 
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture, random_int4, random_model
 from qspec_jax.caches.registry import CacheConfig
@@ -42,7 +43,9 @@ def setting(model=LLAMA_8B, kind=H200, dtype="bfloat16", cache=INT8) -> Setting:
 # The choice
 
 
-@pytest.mark.parametrize(("name", "batch", "context"), [("h200", 1, 4736), ("h200", 1, 131712), ("h100", 8, 33408), ("h200", 32, 4736)])
+@pytest.mark.parametrize(
+    ("name", "batch", "context"), [("h200", 1, 4736), ("h100", 8, 33408), *in_system(("h200", 1, 131712), ("h200", 32, 4736))]
+)
 @pytest.mark.parametrize("model", [LLAMA_7B, LLAMA_8B], ids=["7b", "8b"])
 def test_it_is_what_the_plan_finds_fastest(name, batch, context, model):
     found = choose(setting(model, DEVICES[name].kind), context=context, batch=batch)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from runs import prepared, random_model, random_prompts
+from tiers import in_system
 
 from qspec_jax.caches.host_memory import in_host
 from qspec_jax.decoding.config import GenerationConfig
@@ -53,8 +54,10 @@ def by_hand(queries, cache, row, budget):
     return found
 
 
-@pytest.mark.parametrize("cache", ["int8", "full"])
-@pytest.mark.parametrize("budget", [RECENT + 4 * CHUNK, 0.6])
+@pytest.mark.parametrize(
+    ("budget", "cache"),
+    [*((RECENT + 4 * CHUNK, "int8"), (0.6, "full")), *in_system((RECENT + 4 * CHUNK, "full"), (0.6, "int8"))],
+)
 def test_the_best_chunks_and_recent_tokens_are_copied(model, cache, budget):
     draft = make_draft(f"retrieval:budget={budget},chunk={CHUNK}", model)
     state, *_ = prepared(model, random_prompts(LENGTHS), dataclasses.replace(CONFIG, cache=cache), draft=draft)
@@ -126,3 +129,16 @@ def test_a_new_choice_is_put_in_its_place_layer_by_layer():
     waits = [e for e in loop.params["body_jaxpr"].eqns if e.primitive.name == "optimization_barrier" and in_host(e.invars[0].aval)]
     whole = state.draft.own.layers[0].keys.shape
     assert [sum(x.aval.shape == whole for x in wait.invars) for wait in waits] == [0, 2, 4]
+
+
+def test_retrieval_chooses_by_judged_drafts_alone():
+    """Rounds that differ in nothing but how many drafts came after the first rejected one leave the same state."""
+    model, gamma = random_model(jnp.float32, num_hidden_layers=1), 7
+    draft = make_draft("retrieval:budget=44,chunk=2,rebuild=0,least_accepted=0.9,generated=1", model)
+    config = GenerationConfig(group_size=16, max_new_tokens=9, num_speculative_tokens=gamma)
+    state, *_ = prepared(model, [list(range(60))], config, draft=draft)
+    one, commit = jnp.ones(1, jnp.int32), jax.jit(draft.commit)  # or each operation would be compiled by itself
+    for accepted in (0, 4):
+        result = lambda drafted, a=accepted: RoundResult(jnp.zeros((1, gamma + 1), int), (a + 1) * one, drafted * one, a * one, 0 * one)
+        states = [commit(state.draft, result(drafted), state.cache) for drafted in (accepted + 1, accepted + 2, gamma)]
+        assert all(jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), states[0], other)) for other in states[1:])

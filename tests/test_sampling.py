@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -29,15 +30,23 @@ from qspec_jax.models.viewed import ViewedModel
 SAMPLERS = [{"temperature": 0.7}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 3}, {"temperature": 1.0, "top_p": 0.8}]
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("options", SAMPLERS, ids=str)
+# Each draft with some sampler, and each sampler with some draft.
+SOME = [
+    *((SAMPLERS[0], "uniform"), (SAMPLERS[1], "one-hot wrong"), (SAMPLERS[3], "the target")),
+    *((SAMPLERS[2], name) for name in ("zero where the target is likely", "another table")),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "draft"), [*SOME, *in_system(*(case for case in itertools.product(SAMPLERS, DRAFTS) if case not in SOME))], ids=str
+)
 def test_two_tokens_have_the_targets_distribution(options, draft):
     p = filtered(TABLE, **options)
     counts = counted(TABLE, DRAFTS[draft], make_sampler(GenerationConfig(**options)))
     assert p_value(counts, p[0][:, None] * p) > 1e-3
 
 
-@pytest.mark.parametrize("draft", [name for name in DRAFTS if name != "the target"])
+@pytest.mark.parametrize("draft", ["one-hot wrong", "another table", *in_system("uniform", "zero where the target is likely")])
 def test_a_wrong_residual_is_seen(monkeypatch, draft):
     monkeypatch.setattr(sampling, "residual", lambda p, q: p)
     p = filtered(TABLE)
@@ -85,29 +94,32 @@ def tiny():
     return model, prompt, {cache: enumerated(model, prompt, cache) for cache in ("int8", "full")}
 
 
-# All budgets are smaller than the prompt.
+# All budgets are smaller than the prompt. Combined drafts and two levels without a model's cache: test_prompt_lookup.py, test_drafts.py.
+PATHS = [
+    "quantspec",
+    "sparse:budget=0.2,min_groups=1",
+    "sparse:budget=0.2,min_groups=2,memory=0.5,heads=by-mass",
+    "streaming-llm:budget=3,sinks=1",
+    "snapkv:budget=33,generated=1",
+    "combine:(prompt-lookup:longest=3,shortest=3)+quantspec",
+    "exact-topk:budget=0.2",
+    "h2o:budget=0.2,min_groups=1",
+    "chunk-means:budget=4,chunk=2,rebuild=1,dense_layers=0",
+    "retrieval:budget=34,chunk=1,rebuild=0,generated=1",
+    "a second model",
+    "a window of a second model",
+    "triforce with a window of a second model",
+]
+
+
+# Retrieval chooses for a row at a time.
 @pytest.mark.parametrize(
-    "draft",
-    [
-        "quantspec",
-        pytest.param("sparse:budget=0.2,min_groups=1", marks=pytest.mark.system),
-        *in_system("sparse:budget=0.2,min_groups=2,memory=0.5,heads=by-mass", "streaming-llm:budget=3,sinks=1"),
-        pytest.param("snapkv:budget=33,generated=1", marks=pytest.mark.system),
-        # Combined drafts and two levels without a model's cache: test_prompt_lookup.py, test_drafts.py.
-        pytest.param("combine:(prompt-lookup:longest=3,shortest=3)+quantspec", marks=pytest.mark.system),
-        pytest.param("exact-topk:budget=0.2", marks=pytest.mark.system),
-        pytest.param("h2o:budget=0.2,min_groups=1", marks=pytest.mark.system),
-        pytest.param("chunk-means:budget=4,chunk=2,rebuild=1,dense_layers=0", marks=pytest.mark.system),
-        *in_system("retrieval:budget=34,chunk=1,rebuild=0,generated=1"),
-        pytest.param("a second model", marks=pytest.mark.system),
-        pytest.param("a window of a second model", marks=pytest.mark.system),
-        pytest.param("triforce with a window of a second model", marks=pytest.mark.system),
-    ],
+    ("draft", "each"), [("quantspec", 1024), *in_system(*((path, 1024 if "retrieval" in path else 2048) for path in PATHS))]
 )
-def test_the_whole_path_on_a_real_cache(draft, tiny):
+def test_the_whole_path_on_a_real_cache(draft, each, tiny):
     """So many rows of one prompt for each of two ways to sample, side by side; probabilities enumerated with the INT8 target."""
     model, prompt, logits = tiny
-    samplers, each = SAMPLERS[1::2], 1024 if "retrieval" in draft else 2048  # that one chooses for a row at a time
+    samplers = SAMPLERS[1::2]
     # The last of a round's drafts is the middle's own, so that with one of them the small model would have none.
     new, gamma = (4, 2) if "triforce" in draft else (3, 1)
     settings = dict(max_new_tokens=new, group_size=2, num_speculative_tokens=gamma, ignore_eos=True)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from runs import prepared, random_model, random_prompts, run_rounds
 from scipy.special import logsumexp
+from tiers import in_system
 
 from pallas_kernels.attention import decode_attention
 from pallas_kernels.attention.reference import attend_replaced
@@ -112,16 +113,21 @@ def test_several_chunks():
         np.testing.assert_allclose(share[0, 0], logsumexp(logits - logsumexp(logits, 0), 1)[:size], atol=1e-12)
 
 
-def test_everything_fetched_is_the_full_cache():
+@pytest.mark.parametrize("fetch", ["ahead", *in_system("checked")])
+def test_everything_fetched_is_the_full_cache(fetch):
     """One pass before the first round, and from then on the guess chooses."""
     with jax.enable_x64(True):
         model = random_model("float64", num_hidden_layers=1)
         full = run_rounds(model, PROMPTS, FULL).tokens
-        for fetch in ("ahead", "checked"):
-            assert run_rounds(model, PROMPTS, specache(k=128, fetch=fetch)).tokens == full
-        assert run_rounds(model, PROMPTS, specache(k=1)).tokens != full
-        # Over flushes too, where a pass chooses for itself.
-        long = dict(max_new_tokens=40)
+        assert run_rounds(model, PROMPTS, specache(k=128, fetch=fetch)).tokens == full
+        assert run_rounds(model, PROMPTS, specache(k=1, fetch=fetch)).tokens != full
+
+
+@pytest.mark.system
+def test_everything_fetched_is_the_full_cache_over_flushes():
+    """Where a pass chooses for itself."""
+    with jax.enable_x64(True):
+        model, long = random_model("float64", num_hidden_layers=1), dict(max_new_tokens=40)
         config = dataclasses.replace(specache(k=128, fetch="now"), **long)
         assert run_rounds(model, PROMPTS, config).tokens == run_rounds(model, PROMPTS, dataclasses.replace(FULL, **long)).tokens
 
