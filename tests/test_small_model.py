@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from checkpoints import hf_config, rope_settings, write_checkpoint
 from runs import prepared, random_model, random_prompts, run_rounds, with_draft
+from tiers import in_system
 
 from pallas_kernels.formats.views import BOTH_PLANES
 from qspec_jax import demo
@@ -56,8 +57,13 @@ class LastDraftForgotten(SmallModelDraft):
         return proposal, dataclasses.replace(state, fed=proposal.eligible), cache
 
 
-@pytest.mark.parametrize("gamma", [1, 4])
-@pytest.mark.parametrize("kind", [SmallModelDraft, LastDraftForgotten])
+@pytest.mark.parametrize(
+    ("kind", "gamma"),
+    [
+        *((kind, 4) for kind in (SmallModelDraft, LastDraftForgotten)),
+        *in_system(*((kind, 1) for kind in (SmallModelDraft, LastDraftForgotten))),
+    ],
+)
 def test_a_model_that_is_the_target_is_always_accepted(model, kind, gamma):
     """All drafts of each round are, so that every round begins without the K/V of the last one."""
     config = dataclasses.replace(CONFIG, cache="full", num_speculative_tokens=gamma)

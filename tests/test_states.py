@@ -173,10 +173,8 @@ def test_trim_goes_back_within_the_buffer_only(model):
 @pytest.mark.parametrize(
     "draft, cache",
     [
-        ("sparse", "int8"),
-        ("none", "h2o"),
-        pytest.param("snapkv", "full", marks=pytest.mark.system),
-        *(pytest.param("none", cache, marks=pytest.mark.system) for cache in ("kivi", "streaming-llm")),
+        *(("quantspec", "int8"), ("none", "h2o")),
+        *in_system(("sparse", "int8"), ("snapkv", "full"), ("none", "kivi"), ("none", "streaming-llm")),
     ],
 )
 def test_a_state_in_a_file(model, tmp_path, draft, cache):
