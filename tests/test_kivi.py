@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from runs import random_model, random_prompts, run_rounds
+from tiers import in_system
 
 from pallas_kernels.attention import decode_attention, mosaic_low_bits
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
@@ -90,7 +91,7 @@ def test_a_group_that_is_not_finite_reads_as_nan_alone():
 attend = jax.jit(decode_attention)  # or each operation would be compiled by itself
 
 
-@pytest.mark.parametrize("size", [24, 2400])  # a part of a chunk, and several chunks of which the last is pulled back
+@pytest.mark.parametrize("size", [24, *in_system(2400)])  # a part of a chunk, and several chunks of which the last is pulled back
 def test_attention_reads_what_is_stored(size):
     with jax.enable_x64(True):
         keys, values, q = numbers(2, 2, size, 16), numbers(2, 2, size, 16), numbers(2, 3, 4, 16)

@@ -17,7 +17,7 @@ from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.quantspec import QuantSpecDraft
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import answers, needle
-from qspec_jax.evaluate.acceptance import teacher_forced
+from qspec_jax.evaluate.acceptance import Acceptance, teacher_forced
 from qspec_jax.reports import this_run
 
 
@@ -175,7 +175,9 @@ def test_who_reads_the_needle_drafts_the_answer(embedded, tokenizer):
     assert rates["sparse"] > 0.9, rates
 
 
-def test_needles_that_the_model_does_not_find_are_void(run, directory, caplog):
+def test_needles_that_the_model_does_not_find_are_void(run, directory, caplog, monkeypatch):
+    measured = Acceptance(0.5, 1.5, None, 1, 2, 1, 4, 0.0)
+    monkeypatch.setattr("qspec_jax.evaluate.acceptance.teacher_forced_in_turn", lambda runs: (measured for _ in runs))
     base = ["eval", "acceptance", "--model", directory, "--needles", "python", "--context", 100, "--samples", 1, "--depths", "0.3"]
     code, out, _ = run(*base, "--temperature", 0, "--gamma", 2, "--no-calibrate", "--json")
     (row,) = json.loads(out)["results"]

@@ -238,6 +238,7 @@ def test_it_needs_the_extra(fails, monkeypatch, tmp_path):
     fails(["train", "benchmark-model", "--output", tmp_path / "model", "--smoke"], "needs optax: pip install optax tokenizers")
 
 
+@pytest.mark.system
 def test_the_command_line_does_without_it():
     """What trains is imported by the command that trains alone."""
     training = {"qspec_jax.training.pretraining", "qspec_jax.training.benchmark_model"}

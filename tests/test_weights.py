@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import in_system
 from weight_matrices import BFLOAT16, OUT, read, weights
 
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, dequantize_weight
@@ -127,7 +128,7 @@ def test_matmul(dtype, in_features):
 @pytest.mark.parametrize(
     "formats", [("full",), ("int4",), ("int8",), ("int4", "int4"), ("int8", "full"), ("full", "int4", "int8")], ids="-".join
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *in_system("float32", "float64")])
 def test_linear_layers_of_any_format(dtype, formats, biased):
     with jax.enable_x64(dtype == "float64"):
         r = np.random.default_rng(2)
@@ -168,7 +169,7 @@ def output_error(weight: np.ndarray, stored: np.ndarray, moments: np.ndarray) ->
     return float((error @ moments * error).sum())
 
 
-@pytest.mark.parametrize("dtype, in_features", [("float32", 256), ("bfloat16", 256), ("float32", 80), ("float64", 96)])
+@pytest.mark.parametrize("dtype, in_features", [("bfloat16", 256), ("float32", 80), *in_system(("float32", 256), ("float64", 96))])
 def test_moments_reduce_the_error_of_outputs(dtype, in_features):
     x, unseen = correlated_inputs(in_features, 2048), correlated_inputs(in_features, 2048, seed=1)
     with jax.enable_x64(dtype == "float64"):
@@ -238,7 +239,7 @@ def singular_moments() -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *in_system("float32")])
 def test_singular_moments(dtype):
     weight = weights(256)["gaussian"].astype(BFLOAT16 if dtype == "bfloat16" else dtype)
     plain = read(quantize_weight(jnp.asarray(weight)))
