@@ -228,11 +228,6 @@ def compared_others() -> list[Compared]:
     return [*found, Compared("a flush of 32 layers, in bench flush", "ms", flush, 0.8, False)]
 
 
-def compared() -> list[Compared]:
-    """Every figure of the measured rows."""
-    return [figure for row in rows.DECODES for figure in compared_decode(row)] + compared_others()
-
-
 def tables() -> list[str]:
     """What docs/measurements/plan.md shows of them, and which were fitted on."""
     mark = lambda used: "fitted" if used else ""
