@@ -230,6 +230,8 @@ def test_a_message_of_several_lines(piped, monkeypatch):
     assert code == 2 and len(asked) == 3 and 'the message that """ began has no end' in err
 
 
+# With fewer assertions: test_prefill_for_chat.
+@pytest.mark.system
 def test_chat_with_a_document(piped, tmp_path, caplog):
     document = tmp_path / "a.txt"
     document.write_text("x = 1\n" * 20)

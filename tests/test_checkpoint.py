@@ -1,5 +1,6 @@
 """Loading checkpoint directories: what is stored arrives unchanged."""
 
+import itertools
 import json
 import logging
 import os
@@ -12,6 +13,7 @@ import pytest
 from checkpoints import MODEL_TYPES, hf_config, random_tensors, write_checkpoint
 from read_checkpoints import INDEX, edit_json, loaded, refused
 from safetensors.numpy import load_file, save_file
+from tiers import in_system
 
 from convert import convert, verify
 from qspec_jax.checkpoints.huggingface import load_config
@@ -203,8 +205,18 @@ def test_shards_in_a_folder(tmp_path):
     assert of_checkpoint(tmp_path) != before
 
 
-@pytest.mark.parametrize("named", [{}, {"dtype": None}, {"dtype": None, "torch_dtype": None}], ids=str)
-@pytest.mark.parametrize(("stored", "read"), [("bfloat16", "bfloat16"), ("float32", "float32"), ("float16", "bfloat16")])
+UNNAMED = ({}, {"dtype": None}, {"dtype": None, "torch_dtype": None})
+READ_AS = (("bfloat16", "bfloat16"), ("float32", "float32"), ("float16", "bfloat16"))
+
+
+@pytest.mark.parametrize(
+    ("stored", "read", "named"),
+    [
+        *((*READ_AS[i], UNNAMED[i]) for i in range(3)),
+        *in_system(*((*READ_AS[i], UNNAMED[j]) for i, j in itertools.permutations(range(3), 2))),
+    ],
+    ids=str,
+)
 def test_without_a_dtype_it_is_that_of_the_tensors(stored, read, named, tmp_path):
     for shards in (1, 2):
         source = write_checkpoint(tmp_path / f"{shards}", hf_config(dtype=...) | named, dtype=stored, shards=shards)

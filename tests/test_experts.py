@@ -17,6 +17,7 @@ from conversions import bits
 from jax.sharding import Mesh
 from quantized_checkpoints import make_quantized, write_safetensors
 from read_checkpoints import refused
+from tiers import in_system
 
 from convert import convert, verify
 from pallas_kernels.dispatch import watched
@@ -83,7 +84,7 @@ def platform(request, monkeypatch):
     monkeypatch.setattr(reference, "platform", lambda: request.param)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 40])
+@pytest.mark.parametrize("rows", [1, 40, *in_system(2, 3)])
 @pytest.mark.parametrize("max_bytes", [1, 9 * COUNT * WIDTH * 8, 1 << 28])
 def test_each_row_goes_through_its_experts(rows, max_bytes, monkeypatch, platform):
     """The matrices of few rows are gathered; many rows go through all experts, in parts of one row, of nine, or all at once."""
