@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from runs import random_model, random_prompts
+from tiers import in_system
 
 from pallas_kernels.attention import decode_attention, reference
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths, dequantize_groups
@@ -38,7 +39,7 @@ def text(layer: int) -> np.ndarray:
     return np.random.default_rng(layer).normal(0, 1, (2, B, K, 60, H))
 
 
-@pytest.mark.parametrize(("kind", "chunk"), [("full", 1024), ("int8", 1024), ("int8", 5)])
+@pytest.mark.parametrize(("kind", "chunk"), [("full", 1024), ("int8", 5), *in_system(("int8", 1024))])
 def test_the_first_stay_and_of_the_others_the_most_recent(kind, chunk, monkeypatch):
     """Over rounds that bring 0 to 5 tokens to each row, and append drafts that are rolled back; read at once, or by chunks that are not
     whole."""

@@ -150,10 +150,10 @@ def test_prompts_of_a_bucket_compile_once(compilations, lengths, vocabulary):
     for length in lengths:
         for settings in ({}, {"max_new_tokens": 64}, {"max_new_tokens": 1}, {"temperature": 0.3}, {"eos_token_ids": (5,)}):
             assert run(length, length, **settings) == ((0, 0), 0.0, 0), (length, settings)
-    # Beyond a bucket, by the method that compiles fastest.
-    plain = {"draft": "none"}
-    assert run(64, **plain)[0] == run(65, **plain)[0] == run(64, max_new_tokens=65, **plain)[0] == (1, 1)
-    assert run(63, **plain) == ((0, 0), 0.0, 0)
+    if vocabulary == 59:  # beyond a bucket, by the method that compiles fastest
+        plain = {"draft": "none"}
+        assert run(64, **plain)[0] == run(65, **plain)[0] == run(64, max_new_tokens=65, **plain)[0] == (1, 1)
+        assert run(63, **plain) == ((0, 0), 0.0, 0)
 
 
 def test_lists_of_settings_compile_once(compilations):
