@@ -63,7 +63,7 @@ def lower_in_one_context() -> None:
     jax.jit(lambda: 0).lower().compile()
 
 
-_make_ir_context = mlir.make_ir_context
+_make_ir_context = getattr(mlir, "make_ir_context", None)
 
 
 def environment() -> dict[str, str]:

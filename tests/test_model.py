@@ -70,8 +70,11 @@ def one_pass(model: Llama, tokens: np.ndarray, length: int) -> jax.Array:
     return logits[:, :length]
 
 
-# Which kind of RoPE there is does not depend on the architecture.
-AGAIN = [f"{architecture}-{kind}" for architecture in ("mistral", "qwen2", "qwen3") for kind in ROPE_TYPES if kind != "default"]
+# Which kind of RoPE there is does not depend on the architecture; and edges of one kind.
+AGAIN = [
+    *(f"{architecture}-{kind}" for architecture in ("mistral", "qwen2", "qwen3") for kind in ROPE_TYPES if kind != "default"),
+    *(name for name in CASES if name.startswith("yarn-") and name != "yarn-mscale"),
+]
 
 
 @pytest.mark.parametrize("name", [*(name for name in CASES if name not in AGAIN), *in_system(*AGAIN)])

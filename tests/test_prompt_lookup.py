@@ -43,10 +43,8 @@ def looked_up(text, longest, shortest):
         ([7, 1, 2, 3, 9, 1, 2, 4, 7, 1, 2], 3, 1, [3, 9, 1, 2]),  # the longest, though it is older
         ([7, 1, 2, 3, 9, 1, 2, 4, 7, 1, 2], 2, 1, [4, 7, 1, 2]),
         ([5, 6, 5, 6], 3, 1, [5, 6, 5, 6]),  # goes on in itself
-        ([5, 5], 3, 1, [5, 5, 5, 5]),
         ([5, 6, 5], 3, 2, None),
-        ([1, 2, 3], 3, 1, None),
-        ([1], 3, 1, None),
+        *in_system(([5, 5], 3, 1, [5, 5, 5, 5]), ([1, 2, 3], 3, 1, None), ([1], 3, 1, None)),
     ],
 )
 def test_the_most_recent_place_of_the_longest_ngram(text, longest, shortest, expected):

@@ -13,6 +13,7 @@ from conversions import bits
 from quantized_checkpoints import FORMATS, GROUP, make_quantized, write_model, write_quantized, write_safetensors
 from read_checkpoints import edit_json, loaded, refused
 from safetensors.numpy import load_file
+from tiers import in_system
 
 from convert import convert, export, verify
 from qspec_jax import generate
@@ -158,7 +159,7 @@ def test_schemes_of_compressed_tensors_are_found_by_their_targets(tmp_path):
     assert same(loaded(load_model(tmp_path / "hf", dtype="float32")), plain)
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("name", ["fp8-block", "awq", "nf4", *in_system("ct-w4-asym", "gptq-v1")])
 def test_converted_verified_generated_and_exported(name, tmp_path):
     write_quantized(tmp_path / "hf", name)
     convert(tmp_path / "hf", tmp_path / "out", weights="dequantized", progress=False)
