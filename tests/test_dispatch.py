@@ -168,3 +168,40 @@ def test_planes_must_fit_the_layer(planes, arguments):
     assert isinstance(layer.buffer, FullLayer)
     with pytest.raises(ValueError, match="None for a FullLayer"):
         attention.decode_attention(q, layer.buffer, lengths, view=DenseView(1))
+
+
+def test_in_a_fixed_order_there_are_kernels_or_no_implementation(monkeypatch, arguments):
+    """What falls back to the reference outside of `fixed_order` is an error within it."""
+    on_device(monkeypatch, "9.0")
+    monkeypatch.setattr(mosaic_gpu, "no_mosaic_gpu", lambda: None)
+    q, layer, lengths = arguments
+
+    def chosen(*args):
+        return dispatch.choose("attention", "auto", *args, DenseView(2)).__name__.rpartition(".")[2]
+
+    shared = dataclasses.replace(layer, shared_groups=jnp.zeros(2, jnp.int32))
+    without_room = HierarchicalLayer.zeros(2, 2, 0, 64, 200, 64, jnp.bfloat16)
+    monkeypatch.setattr("pallas_kernels.attention.mosaic_shared.unsupported", lambda *args: None)
+    assert [chosen(q, each, lengths) for each in (layer, shared, without_room)] == ["mosaic_gpu", "mosaic_shared", "mosaic_gpu"]
+    with dispatch.fixed_order():
+        assert chosen(q, layer, lengths) == "mosaic_gpu"
+        with pytest.raises(dispatch.NoFixedOrder, match="attention in a fixed order: mosaic_gpu reads the groups of each row for itself"):
+            chosen(q, shared, lengths)
+        with pytest.raises(dispatch.NoFixedOrder, match="needs a layer with room for at least one group"):
+            chosen(q, without_room, lengths)
+        with pytest.raises(dispatch.NoFixedOrder, match="flush in a fixed order: there is no such kernel"):
+            dispatch.choose("flush", "auto")
+        monkeypatch.undo()
+        assert chosen(q, layer, lengths) == "reference"
+
+
+def test_a_fixed_order_takes_rows_from_one_on():
+    def rows(weight_format: str) -> dict[str, list[int]]:
+        of_format = dispatch.kernels("matmul", weight_format)
+        return {kernel.module_name: [n for n in (1, 2, 16, 17, 64, 65) if kernel.takes_rows(n)] for kernel in of_format}
+
+    assert rows("plain") == {"mosaic_plain": [2, 16, 17, 64]}
+    with dispatch.fixed_order():
+        assert rows("plain") == {"mosaic_plain": [1, 2, 16, 17, 64]}
+        assert rows("int4") == {"mosaic_wide": [1, 2, 16, 17, 64], "mosaic_gpu": [], "triton": []}
+    assert dispatch.rows_in_fixed_order("matmul", "plain") == dispatch.ANY

@@ -1,6 +1,7 @@
 """`exact="bits"`: on a CPU, the bits of greedy decoding do not depend on drafts, gamma, the batch, or its other rows."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -9,20 +10,23 @@ import pytest
 from runs import random_model, random_prompts
 
 from pallas_kernels.attention.reference import decode_attention
-from pallas_kernels.dispatch import fixed_order
+from pallas_kernels.dispatch import fixed_order, in_fixed_order
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.views import BOTH_PLANES, FULL_PRECISION
+from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.prepare import prepare
 from qspec_jax.decoding.reading import prefill
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.sampling import Greedy, prompt_keys
 from qspec_jax.errors import InputError
+from qspec_jax.models.fixed_order import FixedOrderModel
 from qspec_jax.models.viewed import ViewedModel
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="exact bits is for CPUs")
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="for GPUs there is test_exact_bits_gpu.py")
 
 PROMPTS = random_prompts([40, 100, 70])
 ALIKE = random_prompts([100, 90, 70])  # of one padded length, so that decoding each alone takes one program
@@ -171,6 +175,36 @@ def test_states_other_devices_and_windows_are_refused(model, monkeypatch):
     monkeypatch.setattr("qspec_jax.decoding.exact_bits.dispatch.platform", lambda: "gpu")
     with pytest.raises(InputError, match="on a GPU needs"):
         prepare(model, PROMPTS, config=config)
+    monkeypatch.setattr("qspec_jax.decoding.exact_bits.dispatch.no_mosaic_gpu", lambda: None)
+    assert prepare(model, PROMPTS, config=config).exact == "bits"
+    offset = random_model(jnp.bfloat16, num_hidden_layers=1)
+    monkeypatch.setattr(offset, "_config", dataclasses.replace(offset.config, norm_offset=1.0))
+    with pytest.raises(InputError, match="models whose norms multiply by their weights; in this one it is by 1"):
+        prepare(offset, PROMPTS, config=config)
+
+
+@pytest.mark.parametrize("tokens", [8, 300])
+def test_on_a_gpu_an_int8_cache_has_room_for_a_group(model, monkeypatch, tokens):
+    """Without room for one, attention would add up a row's tokens in another order than with room for many."""
+    monkeypatch.setattr("qspec_jax.decoding.engine.dispatch.platform", lambda: "gpu")
+    sizes = dict(gamma=0, prompt_tokens=tokens, max_new_tokens=8)
+    capacity = {}
+    for same_bits, cache in [(False, "int8"), (True, "int8"), (True, "full")]:
+        engine = Engine(model, None, cache=CacheConfig.parse(cache, 128), same_bits=same_bits, **sizes)
+        capacity[same_bits, cache] = engine.sizes.capacity
+    assert capacity[False, "int8"] == capacity[True, "full"]
+    assert capacity[True, "int8"] == max(capacity[False, "int8"], 256)
+
+
+def test_a_pass_without_a_kernel_of_fixed_order_is_refused(model, monkeypatch):
+    """In whatever thread it is traced."""
+    monkeypatch.setattr("pallas_kernels.dispatch.platform", lambda: "gpu")
+    target = FixedOrderModel(model, FULL_PRECISION)
+    cache = CacheConfig.parse("full").empty(model.config, batch=1, capacity=64, num_speculative_tokens=1, dtype=model.dtype)
+    one = jnp.zeros((1, 1), jnp.int32)
+    with ThreadPoolExecutor() as pool, pytest.raises(InputError, match="^exact bits: norm in a fixed order: mosaic_gpu needs "):
+        pool.submit(jax.jit(lambda *args: target(*args)).trace, one, one, cache).result()
+    assert not in_fixed_order()
 
 
 def test_a_pass_has_no_more_tokens_than_it_is_computed_in(model):

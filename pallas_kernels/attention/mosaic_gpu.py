@@ -26,9 +26,11 @@ MAX_ROWS = 64, 32, 16, 8  # query rows of a block; another block, which reads th
 
 def unsupported(q: Array, layer: Layer, lengths: Lengths, view: View) -> str | None:
     if isinstance(layer, TokenCodesLayer):
-        return "has none for TokenCodesLayer" if in_fixed_order() else mosaic_low_bits.unsupported(q, layer, lengths)
+        return "does not support TokenCodesLayer" if in_fixed_order() else mosaic_low_bits.unsupported(q, layer, lengths)
     if reason := no_mosaic_gpu() or support.unsupported(q, layer, lengths, view):
         return reason
+    if in_fixed_order() and isinstance(layer, HierarchicalLayer) and not layer.groups:  # which would be read in the runs of a `FullLayer`
+        return "needs a layer with room for at least one group"
     return "reads the groups of each row for itself" if support.are_shared(q, layer, view) else None
 
 

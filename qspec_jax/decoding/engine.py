@@ -112,7 +112,11 @@ class Engine:
         new = bucket(max_new_tokens)
         appended = WIDTH - 1 if uniform else appended
         extra_rows = max(0 if self.draft is None else self.draft.extra_rows, appended - gamma)
-        self.sizes = Sizes(cache, bucket(prompt_tokens) + new, new, gamma, extra_rows, logprobs, uniform)
+        capacity = bucket(prompt_tokens) + new
+        if self._by_row and (flush_size := cache.schedule_for(model.config.head_dim).flush_size):
+            # Room for a group: without any, attention would divide a row that holds none into other runs.
+            capacity = max(capacity, 2 * flush_size)
+        self.sizes = Sizes(cache, capacity, new, gamma, extra_rows, logprobs, uniform)
         self.compile_s = 0.0
         self._on_compile = on_compile
         self._executables: dict[Hashable, jax.stages.Compiled] = {}
@@ -187,7 +191,8 @@ class Engine:
         # there, were on the device at once: for six layers of a 7B model and 64k tokens 5.9 GB, and without the draft 2.4 GB.
         count = len(self._kinds)
         layers = min(layers or count, count)
-        if layers == count <= FEW_LAYERS and not (in_host_memory and begins):
+        # With `_by_row` in any case: what a prompt leaves should not depend on how its layers are dealt out among programs.
+        if count <= FEW_LAYERS and (layers == count or self._by_row) and not (in_host_memory and begins):
             layers = None
         draft = self.draft.in_prefill() if begins else None
         prefill = Prefill(self.target, draft, *padded(prompts), sampler, keys, limits, self.sizes, layers, self._kinds)

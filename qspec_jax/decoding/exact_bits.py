@@ -41,6 +41,8 @@ def check_bits(model: Llama, config: GenerationConfig, draft: Draft | None, max_
         check(reason is None, f"on a GPU {reason}")
         check(model.dtype == jnp.bfloat16, f"on a GPU is for models in bfloat16, and this one is in {model.dtype.name}")
         check(model.config.experts is None, "on a GPU is for models without experts")
+        # These norms are plain JAX (`RMSNorm.add`), and XLA chooses the order of their sums by the number of rows.
+        check(not model.config.norm_offset, "on a GPU is for models whose norms multiply by their weights; in this one it is by 1 + weight")
     check(mesh_of(model) is None, "is for one device, and the model is divided over several")
     check(not model.config.windowed_layers, "is for models without sliding windows, and this one has layers with a window")
     appended = 0 if draft is None else max_drafts + draft.extra_rows
