@@ -126,7 +126,8 @@ def emit_block(plan: Plan, refs: dict) -> None:
         return tile.full_values(slot, chunk, *rest)
 
     if not runs:
-        store(block * plan.teams + warp // team, full.run(keys, values, state))
+        state = full.run(keys, values, state)
+        store(block * plan.teams + warp // team, state)
         return
 
     def rest_of_run(run, carry):
