@@ -1,0 +1,60 @@
+"""`PrefillByRow`: the state after prompts that are read one by one is that after the same prompts together."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runs import random_model, random_prompts
+
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.keys import stacked
+from qspec_jax.decoding.limits import make_limits
+from qspec_jax.decoding.prefill import Prefill
+from qspec_jax.decoding.prefill_by_row import PrefillByRow
+from qspec_jax.decoding.prepare import prepare
+from qspec_jax.decoding.sampling import make_sampler
+
+PROMPTS = random_prompts([40, 150, 70])  # of two padded lengths
+SETTINGS = {
+    "none": dict(draft="none", repetition_penalty=1.3, min_new_tokens=3, banned_token_ids=(3,), logit_bias={5: 1.0}),
+    "quantspec": dict(draft="quantspec", adaptive=True, top_logprobs=2),
+    "prompt-lookup": dict(draft="prompt-lookup", stop_token_ids=((1, 2),)),
+    "sparse": dict(draft="sparse:budget=0.5"),  # takes queries of prompts, and observes
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_float64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(jnp.float64)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_rows_read_one_by_one_are_those_read_together(model, name):
+    config = GenerationConfig(cache="int8", group_size=16, max_new_tokens=20, ignore_eos=True, **SETTINGS[name])
+    prepared = prepare(model, PROMPTS, config=config, key=jax.random.key(0))
+    keys, sampler, limits = (
+        stacked([each.key for each in prepared.requests]),
+        make_sampler(*prepared.configs),
+        make_limits(model, *prepared.configs),
+    )
+    found = []
+    for by_row in (False, True):
+        engine = prepared.engine()
+        engine._by_row = by_row
+        prefill = engine.prefill_of(PROMPTS, sampler, keys, limits)
+        assert type(prefill) is (PrefillByRow if by_row else Prefill)
+        engine.compile_prefills([prefill], rounds_after=prefill)
+        state = engine.prepare_prefill(prefill)()
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), prefill.shapes()) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+        *parts, in_parts = engine.prefill_in_parts(prefill)
+        assert all(isinstance(part, jax.Array) for part in parts)
+        read = engine.read(*PROMPTS).logits
+        end = engine.rounds(in_parts, sampler, limits)
+        found.append((state.pending, read, end.tokens, end.emitted, state.logprobs, end.logprobs))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-9), *found)

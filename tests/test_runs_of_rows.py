@@ -1,0 +1,92 @@
+"""`mosaic_runs.Runs` on plain integers: runs divide whatever a row holds, and the teams of `emit_block` store each once."""
+
+import types
+
+import numpy as np
+import pytest
+
+from pallas_kernels.attention import mosaic_runs
+from pallas_kernels.attention.mosaic_plan import Plan
+
+SHAPES = [(128, 8, 128), (128, 32, 128), (128, 1, 64), (64, 2, 64), (128, 200, 128)]  # tokens of a group, KV heads, head_dim
+GROUPS = np.arange(2001)
+
+
+@pytest.fixture(autouse=True)
+def on_integers(monkeypatch):
+    ptx = types.SimpleNamespace(i32=int, minimum=np.minimum, maximum=np.maximum, select=np.where)
+    monkeypatch.setattr(mosaic_runs, "ptx", ptx)
+
+
+def plan(group_size: int, kv_heads: int, head_dim: int, *, groups: int, buffer_rows: int) -> Plan:
+    coded = groups > 0
+    shape = dict(batch=3, kv_heads=kv_heads, tokens=1, heads_per_kv_head=4, head_dim=head_dim, block_tiles=1, blocks_of_rows=1)
+    shape |= dict(group_size=group_size if coded else 0, groups=groups, buffer_rows=buffer_rows, planes=2 if coded else None)
+    return Plan(**shape, fixed_runs=True)
+
+
+def edges(runs: mosaic_runs.Runs) -> tuple[np.ndarray, np.ndarray]:
+    """The first group and the first chunk of each run and of the one after the last, on a last axis for all rows alike."""
+    run = np.minimum(np.arange(np.max(runs.number) + 1), runs.number)
+    return runs.first_group(run), runs.first_chunk(run)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("chunks", range(14))  # a buffer of 128 tokens more than usual among them
+def test_runs_divide_groups_and_then_chunks(shape, chunks):
+    of_plan = plan(*shape, groups=GROUPS[-1], buffer_rows=400)
+    runs = mosaic_runs.Runs(of_plan, 0, chunks, GROUPS[:, None])
+    first_group, first_chunk = edges(runs)
+    assert (runs.number >= 1).all() and (runs.number <= mosaic_runs.max_runs(of_plan)).all()
+    assert (first_group[:, 0] == 0).all() and (first_group[:, -1] == GROUPS).all() and (np.diff(first_group) >= 0).all()
+    assert (first_chunk[:, 0] == 0).all() and (first_chunk[:, -1] == chunks).all() and (np.diff(first_chunk) >= 0).all()
+    assert (first_group == GROUPS[:, None])[first_chunk > 0].all()  # chunks come after all groups
+    has_groups, ends_with_group = np.diff(first_group) > 0, np.diff(first_chunk) == 0
+    run = np.arange(has_groups.shape[1])
+    assert (has_groups == (run < runs.with_groups)).all()
+    assert ends_with_group[run < runs.without_chunks].all()
+    assert np.isin(runs.with_groups - runs.without_chunks, (0, 1)).all()
+    # Neither a smaller cache nor more in the buffer moves a run, but for the end of what is there.
+    for groups in (1, 7, 300):
+        smaller = mosaic_runs.Runs(plan(*shape, groups=groups, buffer_rows=300), 0, 14, GROUPS[: groups + 1, None])
+        assert (smaller.number == runs.number[: groups + 1]).all() and smaller.number.max() <= mosaic_runs.max_runs(smaller.plan)
+        longer_group, longer_chunk = edges(smaller)
+        width = longer_group.shape[1]
+        assert (longer_group == first_group[: groups + 1, :width]).all()
+        inner = np.arange(width) < smaller.number
+        assert (np.minimum(longer_chunk, chunks) == first_chunk[: groups + 1, :width])[inner].all()
+
+
+@pytest.mark.parametrize("rows", [1, 63, 512, 513, 5000, 40000])
+def test_runs_divide_a_full_precision_cache(rows):
+    of_plan = plan(128, 8, 128, groups=0, buffer_rows=rows)
+    for chunks in {*range(-(-rows // of_plan.chunk) + 1)}:
+        runs = mosaic_runs.Runs(of_plan, 0, chunks, 0)
+        first = edges(runs)[1]
+        assert 1 <= runs.number <= mosaic_runs.max_runs(of_plan)
+        assert first[0] == 0 and first[-1] == chunks and (np.diff(first[:-1]) == mosaic_runs.chunks_of_run(of_plan)).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_teams_store_each_run_once_with_what_it_reads(shape):
+    """The loops of `emit_block`, with what a state has read for the state."""
+    of_plan = plan(*shape, groups=2000, buffer_rows=400)
+    for groups, chunks, workers in [(g, c, w) for g in (*range(40), 97, 2000) for c in (0, 1, 4, 5) for w in (1, 2, 3, 7, 48, 500)]:
+        runs = mosaic_runs.Runs(of_plan, 0, chunks, groups)
+        stored = {}
+        for worker in range(workers):
+            first, last = ((worker + i) * runs.number // workers for i in (0, 1))
+            state = []
+            for run in range(first, min(last, runs.with_groups)):
+                state = [("group", x) for x in range(runs.first_group(run), runs.first_group(run + 1))]
+                if run < runs.without_chunks:
+                    assert stored.setdefault(run, state) is state
+            first = max(first, runs.without_chunks)
+            state = state if first < min(last, runs.with_groups) else []
+            for run in range(first, last):
+                state = state + [("chunk", x) for x in range(runs.first_chunk(run), runs.first_chunk(run + 1))]
+                assert stored.setdefault(run, state) is state
+                state = []
+        assert sorted(stored) == list(range(runs.number))
+        read = [unit for run in range(runs.number) for unit in stored[run]]
+        assert read == [("group", x) for x in range(groups)] + [("chunk", x) for x in range(chunks)]
