@@ -102,7 +102,7 @@ def _multiply(x: Array, weights: Sequence[Weight], dtype) -> Array:
 
 
 def _by_rows(product: Callable[[Array], Array], x: Array, weight_format: str) -> Array:
-    """product(x); where sums have a fixed order, for as many rows at a time as the kernel takes that gives any number the same bits."""
+    """product(x); in `dispatch.fixed_order` in parts, of the most rows that the kernel with a fixed order takes at once."""
     most = dispatch.rows_in_fixed_order("matmul", weight_format)
     if _rows(x) <= most:
         return product(x)

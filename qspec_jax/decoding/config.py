@@ -76,8 +76,8 @@ class GenerationConfig:
         group_size: tokens of a KV group, for caches that have groups. None: the cache's default.
         scheme: the quantizer of the int8 cache, "int8_first" or "paper".
         exact: "tokens" are the target's in exact arithmetic: passes of other shapes round differently, so near ties may be broken
-            differently. "bits": on a CPU, greedy tokens are those of one-by-one decoding of the prompt alone to the last one, at a cost
-            (docs/cpu.md says where it is refused).
+            differently. "bits": greedy tokens are those of one-by-one decoding of the prompt alone to the last one, at a cost
+            (docs/exact.md says where it is refused).
     """
 
     max_new_tokens: int = 256

@@ -15,6 +15,7 @@ from qspec_jax.decoding.continued import Continued
 from qspec_jax.decoding.keys import stacked
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.prefill import Prefill
+from qspec_jax.decoding.prefill_by_row import PrefillByRow
 from qspec_jax.decoding.prepare import Prepared
 from qspec_jax.decoding.reading import states_of
 from qspec_jax.decoding.results import Generation, Stats, summary
@@ -160,7 +161,7 @@ class Run:
             state = jax.block_until_ready(begin())
         return state, time.perf_counter() - began
 
-    def compile(self) -> Prefill:
+    def compile(self) -> Prefill | PrefillByRow:
         """The prefill of the prompts, once its programs and that of rounds are compiled, side by side."""
         prefill = self.engine.prefill_of(self.prompts, self.sampler, self.keys, self.limits)
         has_rounds = self.max_new_tokens > 1 and not self.traced  # which have programs of their own
