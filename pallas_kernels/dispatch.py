@@ -156,7 +156,8 @@ def fixed_order() -> Iterator[None]:
     on the row's length alone. This takes longer.
 
     On a GPU only kernels that do so are chosen. The reference keeps to it in attention alone, whose chunks of the cache then have one size
-    and places that do not depend on the capacity.
+    and places that do not depend on the capacity. A function under `jax.jit` that was traced outside of the context, for arguments like
+    these, is not traced again within it; what runs is then what was chosen outside.
     """
     token = _fixed_order.set(True)
     try:

@@ -202,7 +202,7 @@ def test_a_pass_without_a_kernel_of_fixed_order_is_refused(model, monkeypatch):
     target = FixedOrderModel(model, FULL_PRECISION)
     cache = CacheConfig.parse("full").empty(model.config, batch=1, capacity=64, num_speculative_tokens=1, dtype=model.dtype)
     one = jnp.zeros((1, 1), jnp.int32)
-    with ThreadPoolExecutor() as pool, pytest.raises(InputError, match="^exact bits: norm in a fixed order: mosaic_gpu needs "):
+    with ThreadPoolExecutor() as pool, pytest.raises(InputError, match=r"^exact bits: norm in a fixed order: mosaic_gpu needs "):
         pool.submit(jax.jit(lambda *args: target(*args)).trace, one, one, cache).result()
     assert not in_fixed_order()
 

@@ -272,8 +272,8 @@ class Engine:
 
     def compile_prefills(self, prefills: Iterable[Prefill | PrefillByRow], *, rounds_after: Prefill | PrefillByRow | None = None) -> None:
         """Compiles the programs of these prefills that the engine does not have, and that of rounds after one of them, in parallel."""
-        rows = itertools.chain.from_iterable(prefill.rows for prefill in prefills)
-        missing = [prefill for prefill in rows if prefill.first.key not in self._executables]
+        rows = ((row.first.key, row) for prefill in prefills for row in prefill.rows)
+        missing = {key: row for key, row in rows if key not in self._executables}  # rows of one length share their programs
         if not missing:
             return
         rounds = () if rounds_after is None else self._rounds_ahead(rounds_after)
@@ -282,7 +282,7 @@ class Engine:
         pool = ThreadPoolExecutor()
         try:
             with working("compiling"):
-                for call in itertools.chain(*(prefill.calls() for prefill in missing), rounds):
+                for call in itertools.chain(*(row.calls() for row in missing.values()), rounds):
                     if call.key not in self._executables and call.key not in making:
                         # Traced in this thread: other threads do not have its settings of JAX.
                         making[call.key] = pool.submit(call.lowered())
