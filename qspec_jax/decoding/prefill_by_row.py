@@ -1,4 +1,4 @@
-"""Prefill of each prompt of a batch by itself, in the programs that read it alone: what it leaves does not depend on the other prompts."""
+"""Prefill of each prompt of a batch by itself, in programs for one prompt: what it leaves does not depend on the other prompts."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,8 @@ from qspec_jax.models.prompts import padded
 
 @dataclasses.dataclass(frozen=True)
 class PrefillByRow:
-    """Does what a `Prefill` of all prompts does. While rows are put together they are in memory twice.
+    """Reads prompts one after the other, and gives what a `Prefill` of all of them gives. Its programs are those of `rows`. While rows are put
+    together they are in memory twice.
 
     Attributes:
         rows: the prefill of each prompt.
