@@ -125,3 +125,25 @@ def test_a_batch_and_its_refilled_slots_emit_what_one_by_one_decoding_does(embed
     requests = [Request(prompt, config, key) for prompt, key in zip(prompts, prompt_keys(jax.random.key(0), len(prompts)), strict=True)]
     found = {result.index: result.token_ids for result in run_batch(model, requests, batch_size=3)}
     assert [found[b] for b in range(len(prompts))] == alone
+
+
+@pytest.mark.parametrize("cache", ["int8", "full"])
+def test_short_rows_do_not_depend_on_the_room_that_longer_ones_need(embedded, cache):
+    """Alone, such a row has no room for a group of codes."""
+    model, tokenizer = embedded
+    long = prompts_of(tokenizer, 1)[0]
+    prompts = [long[:50], long, long[100:160]]
+    config = GenerationConfig(draft="none", exact="bits", cache=cache, ignore_eos=True, max_new_tokens=128)
+    alone = [generate(model, [prompt], config=config).token_ids[0] for prompt in prompts]
+    assert generate(model, prompts, config=config).token_ids == alone
+
+
+def test_logits_of_short_rows_do_not_depend_on_capacity():
+    target, step = target_of(layers("8B"), "int8"), jax.jit(lambda target, *args: target(*args))
+    config, text, found = target.model.config, np.random.default_rng(0).integers(0, 4096, (1, 8)), []
+    keys, values = jax.random.normal(jax.random.key(0), (2, 1, config.num_kv_heads, 2 * G, 128), jnp.bfloat16)
+    for capacity in (2 * G, 40 * G):
+        empty = CacheConfig.parse("int8").empty(config, batch=1, capacity=capacity, num_speculative_tokens=16, dtype=jnp.bfloat16)
+        held = jax.jit(lambda c: c.filled(tuple(c.fill(i, keys, values, jnp.array([200])) for i in range(2)), jnp.array([200])))(empty)
+        found.append(np.asarray(passed(step, target, held, np.array([200]), text)[0]))
+    np.testing.assert_array_equal(*found)

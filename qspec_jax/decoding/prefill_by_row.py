@@ -17,8 +17,8 @@ from qspec_jax.models.prompts import padded
 
 @dataclasses.dataclass(frozen=True)
 class PrefillByRow:
-    """Reads prompts one after the other, and gives what a `Prefill` of all of them gives. Its programs are those of `rows`. While rows are put
-    together they are in memory twice.
+    """Reads prompts one after the other, and gives what a `Prefill` of all of them gives. Its programs are those of `rows`. While rows are
+    put together they are in memory twice.
 
     Attributes:
         rows: the prefill of each prompt.
