@@ -15,6 +15,8 @@ from pallas_kernels.attention import mosaic_gpu, support, triton
 from pallas_kernels.flush import flush
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
 from pallas_kernels.formats.views import UPPER_PLANE, ChosenTokens, DenseView, LargestMass, ListedGroups
+from pallas_kernels.formats.weights import Int8Weight
+from pallas_kernels.matmul import mosaic_int8
 from pallas_kernels.matmul import support as matmul_support
 
 LISTED = ListedGroups(jnp.zeros((2, 2, 1), jnp.int32), jnp.zeros((2, 2), jnp.int32))
@@ -205,3 +207,23 @@ def test_a_fixed_order_takes_rows_from_one_on():
         assert rows("plain") == {"mosaic_plain": [1, 2, 16, 17, 64]}
         assert rows("int4") == {"mosaic_wide": [1, 2, 16, 17, 64], "mosaic_gpu": [], "triton": []}
     assert dispatch.rows_in_fixed_order("matmul", "plain") == dispatch.ANY
+
+
+def test_in_a_fixed_order_int8_has_the_clusters_of_16_rows_or_no_kernel(monkeypatch):
+    monkeypatch.setattr(mosaic_int8, "no_mosaic_gpu", lambda: None)
+    monkeypatch.setattr(mosaic_int8, "multiprocessors", lambda: 132)
+
+    def problem(inputs: int, outputs: int, rows: int):
+        shape = jax.ShapeDtypeStruct
+        codes, scale = shape((outputs, inputs), jnp.int8), shape((outputs,), jnp.float32)
+        return shape((rows, inputs), jnp.bfloat16), [Int8Weight(codes, scale)]
+
+    def clusters(inputs: int, outputs: int) -> set[int]:
+        return {mosaic_int8.plan_for(*problem(inputs, outputs, rows), jnp.bfloat16).cluster for rows in range(1, 17)}
+
+    assert clusters(14336, 4096) == {2, 4}
+    assert mosaic_int8.unsupported(*problem(28672, 8192, 1), dtype=jnp.bfloat16) is None
+    with dispatch.fixed_order():
+        assert clusters(14336, 4096) == {4}
+        reason = mosaic_int8.unsupported(*problem(28672, 8192, 1), dtype=jnp.bfloat16)
+    assert reason == "has no room in shared memory for 16 rows of 28672 inputs and their sums"

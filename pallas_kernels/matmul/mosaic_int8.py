@@ -28,7 +28,7 @@ def unsupported(x: Array, weights: Sequence[Int8Weight], *, dtype) -> str | None
         return f"needs activations in bfloat16, not {x.dtype}"
     if reason := unsupported_skinny(x, weights, dtype, max_rows=MAX_ROWS, inputs=UNIT, outputs=TILE):
         return reason
-    rows = math.prod(x.shape[:-1])
+    rows = MAX_ROWS if in_fixed_order() else math.prod(x.shape[:-1])  # that there has to be room for
     return None if plan_for(x, weights, dtype) else f"has no room in shared memory for {rows} rows of {x.shape[-1]} inputs and their sums"
 
 
