@@ -1,11 +1,12 @@
 """`mosaic_runs.Runs` on plain integers: runs divide whatever a row holds, and the teams of `emit_block` store each once."""
 
+import itertools
 import types
 
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import mosaic_runs
+from pallas_kernels.attention import mosaic_plan, mosaic_runs
 from pallas_kernels.attention.mosaic_plan import Plan
 
 SHAPES = [(128, 8, 128), (128, 32, 128), (128, 1, 64), (64, 2, 64), (128, 200, 128)]  # tokens of a group, KV heads, head_dim
@@ -37,7 +38,7 @@ def test_runs_divide_groups_and_then_chunks(shape, chunks):
     of_plan = plan(*shape, groups=GROUPS[-1], buffer_rows=400)
     runs = mosaic_runs.Runs(of_plan, 0, chunks, GROUPS[:, None])
     first_group, first_chunk = edges(runs)
-    assert (runs.number >= 1).all() and (runs.number <= mosaic_runs.max_runs(of_plan)).all()
+    assert (runs.number >= 1).all() and (runs.number <= of_plan.max_runs).all()
     assert (first_group[:, 0] == 0).all() and (first_group[:, -1] == GROUPS).all() and (np.diff(first_group) >= 0).all()
     assert (first_chunk[:, 0] == 0).all() and (first_chunk[:, -1] == chunks).all() and (np.diff(first_chunk) >= 0).all()
     assert (first_group == GROUPS[:, None])[first_chunk > 0].all()  # chunks come after all groups
@@ -49,7 +50,7 @@ def test_runs_divide_groups_and_then_chunks(shape, chunks):
     # Neither a smaller cache nor more in the buffer moves a run, but for the end of what is there.
     for groups in (1, 7, 300):
         smaller = mosaic_runs.Runs(plan(*shape, groups=groups, buffer_rows=300), 0, 14, GROUPS[: groups + 1, None])
-        assert (smaller.number == runs.number[: groups + 1]).all() and smaller.number.max() <= mosaic_runs.max_runs(smaller.plan)
+        assert (smaller.number == runs.number[: groups + 1]).all() and smaller.number.max() <= smaller.plan.max_runs
         longer_group, longer_chunk = edges(smaller)
         width = longer_group.shape[1]
         assert (longer_group == first_group[: groups + 1, :width]).all()
@@ -63,30 +64,42 @@ def test_runs_divide_a_full_precision_cache(rows):
     for chunks in {*range(-(-rows // of_plan.chunk) + 1)}:
         runs = mosaic_runs.Runs(of_plan, 0, chunks, 0)
         first = edges(runs)[1]
-        assert 1 <= runs.number <= mosaic_runs.max_runs(of_plan)
-        assert first[0] == 0 and first[-1] == chunks and (np.diff(first[:-1]) == mosaic_runs.chunks_of_run(of_plan)).all()
+        assert 1 <= runs.number <= of_plan.max_runs
+        assert first[0] == 0 and first[-1] == chunks and (np.diff(first[:-1]) == of_plan.chunks_of_run).all()
 
 
+def store(runs: mosaic_runs.Runs, stored: dict, partials: dict, run: int, state: list, worker: int) -> None:
+    """Stores what a run has read; its partial result is folded into what the same team has stored there, in the order of the runs."""
+    assert stored.setdefault(run, state) is state
+    place, before = runs.place(0, 0, run), (worker, run - 1)
+    assert (place in partials) == bool(runs.is_folded(run)) and partials.get(place, before) == before
+    partials[place] = worker, run
+
+
+@pytest.mark.parametrize("whole_spans", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_teams_store_each_run_once_with_what_it_reads(shape):
+def test_teams_store_each_run_once_with_what_it_reads(monkeypatch, shape, whole_spans):
     """The loops of `emit_block`, with what a state has read for the state."""
+    monkeypatch.setattr(mosaic_plan, "SPANS_EACH", 0 if whole_spans else 1 << 30)
     of_plan = plan(*shape, groups=2000, buffer_rows=400)
-    for groups, chunks, workers in [(g, c, w) for g in (*range(40), 97, 2000) for c in (0, 1, 4, 5) for w in (1, 2, 3, 7, 48, 500)]:
+    assert of_plan.whole_spans == whole_spans
+    for groups, chunks, workers in itertools.product((*range(12), 39, 97, 2000), (0, 1, 4, 5), (1, 3, 48, 500)):
         runs = mosaic_runs.Runs(of_plan, 0, chunks, groups)
-        stored = {}
+        stored, partials = {}, {}
         for worker in range(workers):
-            first, last = ((worker + i) * runs.number // workers for i in (0, 1))
+            first, last = runs.dealt(worker, workers), runs.dealt(worker + 1, workers)
             state = []
             for run in range(first, min(last, runs.with_groups)):
                 state = [("group", x) for x in range(runs.first_group(run), runs.first_group(run + 1))]
                 if run < runs.without_chunks:
-                    assert stored.setdefault(run, state) is state
+                    store(runs, stored, partials, run, state, worker)
             first = max(first, runs.without_chunks)
             state = state if first < min(last, runs.with_groups) else []
             for run in range(first, last):
                 state = state + [("chunk", x) for x in range(runs.first_chunk(run), runs.first_chunk(run + 1))]
-                assert stored.setdefault(run, state) is state
+                store(runs, stored, partials, run, state, worker)
                 state = []
         assert sorted(stored) == list(range(runs.number))
+        assert sorted(partials) == list(range(runs.spans if whole_spans else runs.number)) and len(partials) <= of_plan.max_partials
         read = [unit for run in range(runs.number) for unit in stored[run]]
         assert read == [("group", x) for x in range(groups)] + [("chunk", x) for x in range(chunks)]
