@@ -182,10 +182,11 @@ def emit_merge(plan: Plan, refs: dict) -> None:
     width = H // 32  # channels of a lane
 
     def partial(worker) -> list:
-        """The maximum, the sum of weights, and this lane's channels of a partial result."""
+        """The maximum, this lane's channels, and the sum of weights of a partial result."""
+        top = load("top", worker)
         source = at["out"] + index(worker) * (4 * H) + ptx.i64(lane * (4 * width))
         values = [x for j in range(0, width, 4) for x in ptx.load_global(source + 4 * j, min(4, width), result="f")]
-        return [load("top", worker), load("total", worker), *values]
+        return [top, *values, load("total", worker)]
 
     def of_part(part) -> list:
         """The same of what is folded into a part's."""
@@ -206,8 +207,7 @@ def emit_merge(plan: Plan, refs: dict) -> None:
         return state
 
     turn = 8 // each * WARPS
-    total, *state = ptx.loop(ptx.i32(0), (parts + (turn - 1)) // turn, [ptx.f32(0.0)] * (width + 1), add)
-    state.append(total)
+    state = ptx.loop(ptx.i32(0), (parts + (turn - 1)) // turn, [ptx.f32(0.0)] * (width + 1), add)
     mine = at["shared"] + warp * (4 * (H + 1))
     for i, x in enumerate(state[:-1]):
         ptx.store_shared(mine + (lane * width + i) * 4, x)

@@ -97,7 +97,7 @@ class Runs:
 
 
 def folded(old: list, new: list) -> list:
-    """A partial result (maximum, sum of weights, sums of weighted values) after another one is folded into it."""
+    """A partial result after another one is folded into it: its maximum, then sums of weights and of weighted values in any order."""
     top = ptx.maximum(old[0], new[0])
     down, own = numerics.exp2(old[0] - top), numerics.exp2(new[0] - top)
     return [top, *(numerics.fma(x, own, before * down) for before, x in zip(old[1:], new[1:], strict=True))]

@@ -246,13 +246,20 @@ class SoftmaxTile:
             sums = {name: [[fragments.all_rows(x, operator.add) for x in pair] for pair in pairs] for name, pairs in sums.items()}
             sums = {name: self._added(pairs) for name, pairs in sums.items()}
             ptx.synchronize(None, 1)
-        queries = [(n, c, self.t * 2 + (n * ROWS + c)) for n in self.tiles for c in (0, 1)]
-        numbers = {row: [place(name, row, ptx.i32(0)) for name in ("top", "total")] for *_, row in queries}
+
+        def row_of(n, c):
+            return self.t * 2 + (n * ROWS + c)
+
+        queries = [(n, c) for n in self.tiles for c in (0, 1)]
         if is_folded is not None:
             # One lane of the team writes them for all.
-            before = {row: [ptx.load_global(at, result="f")[0] for at in of_row] for row, of_row in numbers.items()}
+            before = {
+                query: [ptx.load_global(place(name, row_of(*query), ptx.i32(0)), result="f")[0] for name in ("top", "total")]
+                for query in queries
+            }
             self.meet() if self.team > 1 else ptx.synchronize(None, 1)
-        for n, c, row in queries:
+        for n, c in queries:
+            row = row_of(n, c)
             to = place("out", row, self.g + self.part * (H // self.team))
             places = [to + 4 * (16 * i + 8 * high) for i in range(len(state["out"][n])) for high in (0, 1)]
             values = [acc[c + 2 * high] for acc in state["out"][n] for high in (0, 1)]
@@ -260,10 +267,10 @@ class SoftmaxTile:
                 values = [x + sums["offset"][n][c] for x in values]
             values = [state["top"][n][c], sums["total"][n][c], *values]
             if is_folded is not None:
-                old = [*before[row], *(ptx.load_global(at, result="f")[0] for at in places)]
+                old = [*before[n, c], *(ptx.load_global(at, result="f")[0] for at in places)]
                 values = [ptx.select(is_folded, x, own) for x, own in zip(folded(old, values), values)]
             for at, x in zip(places, values[2:]):
                 ptx.store_global(at, x)
             with ptx.when((self.g == 0) & (self.part == 0)):
-                for at, x in zip(numbers[row], values):
-                    ptx.store_global(at, x)
+                for name, x in zip(("top", "total"), values):
+                    ptx.store_global(place(name, row, ptx.i32(0)), x)
