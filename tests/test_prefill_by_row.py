@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from runs import random_model, random_prompts
+from tiers import in_system
 
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
@@ -40,7 +41,7 @@ def model():
     return random_model(jnp.float64)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", ["sparse", *in_system(*(name for name in SETTINGS if name != "sparse"))])
 def test_rows_read_one_by_one_are_those_read_together(model, name):
     config = GenerationConfig(cache="int8", group_size=16, max_new_tokens=20, ignore_eos=True, **SETTINGS[name])
     prepared = prepare(model, PROMPTS, config=config, key=jax.random.key(0))
@@ -66,7 +67,7 @@ def test_rows_read_one_by_one_are_those_read_together(model, name):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-9), *found)
 
 
-@pytest.mark.parametrize("draft", ["quantspec", "prompt-lookup"])
+@pytest.mark.parametrize("draft", ["prompt-lookup", *in_system("quantspec")])
 def test_batches_of_exact_bits_go_as_on_a_gpu(model, monkeypatch, draft):
     """All but the kernels: rows that have no room for a group alone, slots that are refilled, and log-probabilities."""
     monkeypatch.setattr("qspec_jax.decoding.engine.dispatch", types.SimpleNamespace(platform=lambda: "gpu"))

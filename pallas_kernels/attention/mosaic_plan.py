@@ -261,7 +261,7 @@ class Plan:
         return math.ceil((2 * self.group_size + MAX_ROUND_TOKENS) / self.chunk)
 
     @property
-    def most_runs(self) -> int:
+    def runs_limit(self) -> int:
         """Fixed runs of a row, whatever its length, where there are groups."""
         return max(1, RUNS * (multiprocessors() // self.kv_heads))
 
@@ -271,7 +271,7 @@ class Plan:
         if self.planes is None:
             return math.ceil(math.ceil(self.buffer_rows / self.chunk) / self.chunks_of_run)
         groups = self.groups if self.list_width is None else self.list_width
-        return min(self.most_runs, max(1, (groups + self.buffer_chunks) // MIN_UNITS))
+        return min(self.runs_limit, max(1, (groups + self.buffer_chunks) // MIN_UNITS))
 
     @property
     def max_partials(self) -> int:

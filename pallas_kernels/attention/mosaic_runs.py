@@ -41,7 +41,7 @@ class Runs:
         if self.plan.planes is None:
             each = self.plan.chunks_of_run
             return ptx.maximum(ptx.minimum((self.chunks + (each - 1)) // each, ptx.i32(self.plan.max_runs)), ptx.i32(1))
-        return ptx.maximum(ptx.minimum(self._units // MIN_UNITS, ptx.i32(self.plan.most_runs)), ptx.i32(1))
+        return ptx.maximum(ptx.minimum(self._units // MIN_UNITS, ptx.i32(self.plan.runs_limit)), ptx.i32(1))
 
     @property
     def _units(self):
