@@ -20,7 +20,8 @@ from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.cli import main
 from qspec_jax.decoding.compiled import Compiled
 
-MAPS = Path("/proc/self/maps")
+MAPS, MEMORY = Path("/proc/self/maps"), Path("/proc/self/statm")
+MAX_MAPS, MAX_PAGES = 10_000, 1 << 20  # that a process holds from one module to the next; pages are of 4 KB
 
 
 def pytest_configure(config):
@@ -81,15 +82,21 @@ def _lowers_in_one_context():
 
 @pytest.fixture(scope="module", autouse=True)
 def _forget_programs(request):
-    """Between modules JAX forgets programs if they are many. A process may map no more than some 65,000 pieces of memory, and each program
-    takes several: XLA crashes where they run out. Those of modules with the mark `optimized` are others."""
+    """Between modules JAX forgets programs if they are many or the process is large. A process may map no more than some 65,000 pieces of
+    memory, and each program takes several: XLA crashes where they run out. Programs of modules with the mark `optimized` are others."""
     optimized = request.node.get_closest_marker("optimized") is not None
     if optimized:
         _begin_again()
     yield
     Compiled.forget()
-    if optimized or not MAPS.exists() or MAPS.read_bytes().count(b"\n") > 10_000:
+    if optimized or _holds_much():
         _begin_again()
+
+
+def _holds_much() -> bool:
+    if not MAPS.exists():  # as outside of Linux
+        return True
+    return MAPS.read_bytes().count(b"\n") > MAX_MAPS or int(MEMORY.read_text().split()[1]) > MAX_PAGES
 
 
 def _begin_again():
