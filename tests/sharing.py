@@ -53,7 +53,7 @@ def begin(config) -> None:
 
 def lower_in_one_context() -> None:
     """Makes a context of MLIR that this thread lowers in from here on. JAX makes one for each program, with all dialects, in 4 ms: a
-    twelfth of the time of tests. What was lowered stays in a context as long as that lives, so it is to be made anew at times.
+    twelfth of the time of tests. What was lowered stays in a context as long as that lives, so call this from time to time.
     """
     if jax.__version_info__ >= (0, 11):  # newer ones than the flags of conftest.py are for are left as they are
         return

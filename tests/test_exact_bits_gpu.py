@@ -64,7 +64,7 @@ def passed(step, target, cache, lengths, tokens) -> np.ndarray:
 @pytest.mark.parametrize("cache", ["int8", "full"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_token_has_the_same_logits_in_every_pass(shape, cache):
-    """Of 1 to 16 tokens, at every place in it, in batches of 1 to 64 rows."""
+    """Passes have 1 to 16 tokens and batches 1 to 64 rows; a token is at every place in a pass."""
     target, step = target_of(layers(shape), cache), jax.jit(lambda target, *args: target(*args))
     text = np.random.default_rng(0).integers(0, 4096, (len(LENGTHS), 16))
     filled, lengths = rows(shape, cache, len(LENGTHS))
@@ -109,7 +109,7 @@ def embedded():
 
 
 def prompts_of(tokenizer, count: int) -> list[list[int]]:
-    """Of several lengths, from a real source file."""
+    """Parts of a real source file, of several lengths."""
     ids = tokenizer(Path(argparse.__file__).read_text())["input_ids"]
     return [ids[i * 700 : i * 700 + 400 + 53 * i] for i in range(count)]
 

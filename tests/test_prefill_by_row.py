@@ -53,7 +53,7 @@ def test_rows_read_one_by_one_are_those_read_together(model, name):
     found = []
     for by_row in (False, True):
         engine = prepared.engine()
-        engine._by_row = by_row
+        engine._fixed_order = by_row
         prefill = engine.prefill_of(PROMPTS, sampler, keys, limits)
         assert type(prefill) is (PrefillByRow if by_row else Prefill)
         engine.compile_prefills([prefill], rounds_after=prefill)

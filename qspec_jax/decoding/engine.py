@@ -102,8 +102,8 @@ class Engine:
             raise InputError("the only draft that is compatible with this cache is none")
         if cache.guesses:
             draft, gamma = NextTokenGuess(ViewedModel(model, view)), 1
-        self._by_row = same_bits and dispatch.platform() == "gpu"
-        uniform = same_bits and not self._by_row
+        self._fixed_order = same_bits and dispatch.platform() == "gpu"
+        uniform = same_bits and not self._fixed_order
         self.target = (UniformModel if uniform else FixedOrderModel if same_bits else ViewedModel)(model, view)
         self.draft = draft if gamma else None
         if self.draft is not None:
@@ -113,7 +113,7 @@ class Engine:
         appended = WIDTH - 1 if uniform else appended
         extra_rows = max(0 if self.draft is None else self.draft.extra_rows, appended - gamma)
         capacity = bucket(prompt_tokens) + new
-        if self._by_row and (flush_size := cache.schedule_for(model.config.head_dim).flush_size):
+        if self._fixed_order and (flush_size := cache.schedule_for(model.config.head_dim).flush_size):
             # Room for a group: without any, attention would divide a row that holds none into other runs.
             capacity = max(capacity, 2 * flush_size)
         self.sizes = Sizes(cache, capacity, new, gamma, extra_rows, logprobs, uniform)
@@ -191,12 +191,12 @@ class Engine:
         # there, were on the device at once: for six layers of a 7B model and 64k tokens 5.9 GB, and without the draft 2.4 GB.
         count = len(self._kinds)
         layers = min(layers or count, count)
-        # With `_by_row` in any case: what a prompt leaves should not depend on how its layers are dealt out among programs.
-        if count <= FEW_LAYERS and (layers == count or self._by_row) and not (in_host_memory and begins):
+        # In a fixed order in any case: what a prompt leaves should not depend on how its layers are dealt out among programs.
+        if count <= FEW_LAYERS and (layers == count or self._fixed_order) and not (in_host_memory and begins):
             layers = None
         draft = self.draft.in_prefill() if begins else None
         prefill = Prefill(self.target, draft, *padded(prompts), sampler, keys, limits, self.sizes, layers, self._kinds)
-        if self._by_row and len(prompts) > 1:
+        if self._fixed_order and len(prompts) > 1:
             return PrefillByRow.of(prefill, prompts)
         return self._with_residence(prefill) if in_host_memory else prefill
 
