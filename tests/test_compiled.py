@@ -54,6 +54,16 @@ def test_few_buckets_to_an_octave(tokens):
 # Executables -----------------------------------------------------------------------------------------------------------
 
 
+def test_programs_that_threads_compile_share_no_context_of_mlir():
+    double, contexts = Compiled(lambda x: 2 * x), []
+    for size in range(3):
+        jnp.zeros(size) + size  # lowered in a context of its own, or of other such operations
+        double.lowered(jnp.zeros(size))
+        contexts += [jax.jit(lambda x: x).lower(0.0).compiler_ir().context]
+        contexts += [program.lowered.compiler_ir().context for program in double.programs.values()][-1:]
+    assert len(set(map(id, contexts))) == len(contexts)
+
+
 @pytest.fixture
 def compilations():
     """Everything that XLA compiles from here on, by the seconds it took."""
