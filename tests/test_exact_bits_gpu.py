@@ -51,9 +51,13 @@ def rows(shape: str, cache: str, batch: int):
     empty = choice.empty(model.config, batch=len(LENGTHS), capacity=CAPACITY, num_speculative_tokens=16, dtype=model.dtype)
     of_lengths = jnp.array(LENGTHS, jnp.int32)
     keys, values = jax.random.normal(jax.random.key(0), (2, len(LENGTHS), model.config.num_kv_heads, CAPACITY, 128), jnp.bfloat16)
-    fill = jax.jit(lambda cache: cache.filled(tuple(cache.fill(i, keys, values, of_lengths) for i in range(2)), of_lengths))
-    filled = fill(empty)
-    return jax.tree.map(lambda x: x[np.arange(batch) % len(LENGTHS)], filled), lengths
+    return jax.tree.map(lambda x: x[np.arange(batch) % len(LENGTHS)], filled(empty, keys, values, of_lengths)), lengths
+
+
+@jax.jit
+def filled(cache, keys, values, lengths):
+    """The cache with the same keys and values in both layers."""
+    return cache.filled(tuple(cache.fill(i, keys, values, lengths) for i in range(2)), lengths)
 
 
 def passed(step, target, cache, lengths, tokens) -> np.ndarray:
@@ -67,8 +71,8 @@ def test_a_token_has_the_same_logits_in_every_pass(shape, cache):
     """Passes have 1 to 16 tokens and batches 1 to 64 rows; a token is at every place in a pass."""
     target, step = target_of(layers(shape), cache), jax.jit(lambda target, *args: target(*args))
     text = np.random.default_rng(0).integers(0, 4096, (len(LENGTHS), 16))
-    filled, lengths = rows(shape, cache, len(LENGTHS))
-    by_one, grown = [], filled
+    grown, lengths = rows(shape, cache, len(LENGTHS))
+    by_one = []
     for i in range(16):
         logits, grown = passed(step, target, grown, lengths + i, text[:, i : i + 1])
         by_one.append(np.asarray(logits))
@@ -86,8 +90,8 @@ def test_a_token_has_the_same_logits_in_every_pass(shape, cache):
 
 
 def test_another_order_is_seen(monkeypatch):
-    """Runs of the buffer in other places."""
-    from pallas_kernels.attention import mosaic_plan
+    """Runs of attention that are twice as long."""
+    from pallas_kernels.attention import mosaic_plan, mosaic_runs
 
     model, text = layers("8B"), np.random.default_rng(0).integers(0, 4096, (len(LENGTHS), 4))
     held, lengths = rows("8B", "int8", len(LENGTHS))
@@ -98,9 +102,11 @@ def test_another_order_is_seen(monkeypatch):
 
     first = logits()
     np.testing.assert_array_equal(logits(), first)
-    monkeypatch.setattr(mosaic_plan, "SPAN", 2)
+    for module in (mosaic_plan, mosaic_runs):
+        monkeypatch.setattr(module, "MIN_UNITS", 2 * mosaic_plan.MIN_UNITS)
     jax.clear_caches()
     assert (logits() != first).any()
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +150,6 @@ def test_logits_of_short_rows_do_not_depend_on_capacity():
     keys, values = jax.random.normal(jax.random.key(0), (2, 1, config.num_kv_heads, 2 * G, 128), jnp.bfloat16)
     for capacity in (2 * G, 40 * G):
         empty = CacheConfig.parse("int8").empty(config, batch=1, capacity=capacity, num_speculative_tokens=16, dtype=jnp.bfloat16)
-        held = jax.jit(lambda c: c.filled(tuple(c.fill(i, keys, values, jnp.array([200])) for i in range(2)), jnp.array([200])))(empty)
+        held = filled(empty, keys, values, jnp.array([200]))
         found.append(np.asarray(passed(step, target, held, np.array([200]), text)[0]))
     np.testing.assert_array_equal(*found)

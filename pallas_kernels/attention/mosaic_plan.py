@@ -27,8 +27,8 @@ ROWS = 8  # query rows of a tile
 REGISTERS, THREAD_REGISTERS = 65536, 255
 # With fixed runs (`mosaic_runs`): those of a row for each multiprocessor that a KV head has, for 1 or 3 teams of a multiprocessor to share
 # them evenly; the minimum of units of a run, as a partial result of many query tokens may take as long as a unit; the tokens of a run of a
-# full-precision cache; and the runs of a span.
-RUNS, MIN_UNITS, FULL_TOKENS, SPAN = 3, 2, 512, 4
+# full-precision cache, and its `Plan.slices`; and the runs of a span.
+RUNS, MIN_UNITS, FULL_TOKENS, FULL_SLICES, SPAN = 3, 2, 512, 2, 4
 SPANS_EACH = 2  # for each team that is resident at once, where teams have whole spans: with fewer some would have twice as much to do
 SPILLED = 16  # registers of a thread that may be in memory at times, where more than three warpgroups share a multiprocessor
 
@@ -152,19 +152,20 @@ class Plan:
 
     def default(self) -> "Plan":
         """The configuration that did well in sweeps on an H100 and an H200, with three slots of the ring where they fit."""
-        largest = WARPS if self.planes is None else self.group_size // 32
         few = {
             1: [(2, 1, 4), (1, 1, 4), (1, 1, 2), (1, 1, 1)],
             2: [*([(1, 3, 4)] if self.block_tiles == 2 else []), (1, 1, 4), (1, 1, 2), (1, 1, 1)],
             None: [(1, 1, 1), (1, 1, 2), (1, 1, 4)],
         }
         many = [*([] if self.planes is None else [(1, 3, 4)]), (1, 2, 4), (2, 1, 4), (1, 1, 4), (1, 1, 2)]
-        if self.fixed_runs:
+        if self.fixed_runs and self.planes is None:
+            few[None], many = [(1, 2, 1), (1, 1, 1)], [(2, 1, 2), (1, 1, 2)]
+        elif self.fixed_runs:
             few[self.planes] = [(1, 3, 4), *few[self.planes]]
         shapes = few[self.planes] if self.block_tiles <= 2 else many
         if self.list_width is not None:
             shapes = [(1, 3, 2), *shapes]  # many teams, for a step or two each
-        options = [self._resident(*shape) for shape in shapes if shape[2] <= largest]
+        options = [self._resident(*shape) for shape in shapes if shape[2] <= self._max_slices]
         return next((plan for plan in options if plan.slots >= 3), options[-1])
 
     def candidates(self) -> list["Plan"]:
@@ -248,7 +249,9 @@ class Plan:
     @property
     def _max_slices(self) -> int:
         """Warps of the largest team."""
-        return self.group_size // 32 if self.planes else WARPS
+        if self.planes is None:
+            return FULL_SLICES if self.fixed_runs else WARPS
+        return self.group_size // 32
 
     @property
     def chunks_of_run(self) -> int:
