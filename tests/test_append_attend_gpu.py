@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpus import gpu, skip_or_fail
+from gpus import gpu, needs_gpu, skip_or_fail
 from problems.attention import Case, random_lists, random_problem
 from problems.rope_append import random_projections
 
@@ -98,6 +98,18 @@ def test_the_reference_is_one_after_the_other(observe):
         np.testing.assert_allclose(mass, expected_mass, atol=1e-3)
 
 
+@pytest.mark.parametrize("implementation", ["reference", pytest.param("mosaic_gpu", marks=[pytest.mark.gpu, needs_gpu])])
+def test_tokens_beyond_the_last_are_passed_over(implementation):
+    case = Case(3, 8, 2, 128, group_size=128, capacity=17, groups=(17,))
+    (qkv, *others), view = problem(case, 2, False)
+    expected, buffer, _ = run(qkv, *others, view, implementation=implementation)
+    filled = jnp.concatenate([qkv, jnp.full((1, 5, qkv.shape[2]), jnp.nan, qkv.dtype)], 1)
+    out, longer, _ = run(filled, *others, view, implementation=implementation)
+    assert out.shape[:2] == (1, 8)
+    np.testing.assert_array_equal(np.asarray(out[:, :3]), np.asarray(expected))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), longer, buffer)
+
+
 def test_what_the_kernel_does_not_take(monkeypatch):
     for module in (mosaic_gpu.attention, mosaic_gpu.rope_append):
         monkeypatch.setattr(module, "no_mosaic_gpu", lambda: None)
@@ -108,6 +120,8 @@ def test_what_the_kernel_does_not_take(monkeypatch):
     room = lambda case, planes: mosaic_gpu.unsupported(*problem(case, planes, False)[0], DenseView(planes))
     wide = Case(16, 16, 4, 256, group_size=128, capacity=1, groups=(1,))
     assert "fewer slots of the ring" in room(wide, 2)
+    (qkv, *others), view = problem(CASES["T7-GQA4"], 1, False)
+    assert "of a single row" in mosaic_gpu.unsupported(jnp.pad(qkv, ((0, 0), (0, 1), (0, 0))), *others, view)
 
 
 def test_a_view_that_does_not_fit_is_refused():

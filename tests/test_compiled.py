@@ -54,6 +54,7 @@ def test_few_buckets_to_an_octave(tokens):
 # Executables -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="tests lower in one context there, see sharing.py")
 def test_programs_that_threads_compile_share_no_context_of_mlir():
     double, contexts = Compiled(lambda x: 2 * x), []
     for size in range(3):

@@ -99,16 +99,22 @@ def passes_that_differ(planes: int | None, passes: list) -> list:
     return differ
 
 
-@pytest.mark.parametrize(("planes", "passes"), [(2, PASSES), (1, PASSES[::3]), (None, PASSES[::2])])
+def of_two_warps(passes: list) -> list:
+    """The passes by the teams that a full cache may have."""
+    return [(*others, dataclasses.replace(config, team=min(config.team, 2))) for *others, config in passes]
+
+
+@pytest.mark.parametrize(("planes", "passes"), [(2, PASSES), (1, PASSES[::3]), (None, of_two_warps(PASSES[::2]))])
 def test_a_token_has_the_same_bits_in_every_pass(planes, passes):
     assert passes_that_differ(planes, passes) == []
 
 
 @pytest.mark.parametrize("planes", [2, None])
 def test_teams_that_have_whole_spans_give_the_same_bits(monkeypatch, planes):
-    expected = of_pass(planes, *PASSES[0])
+    passes = PASSES if planes else of_two_warps(PASSES)
+    expected = of_pass(planes, *passes[0])
     monkeypatch.setattr(mosaic_plan, "SPANS_EACH", 0)
-    for rows, first, tokens, config in PASSES[:2] + PASSES[4:6]:
+    for rows, first, tokens, config in passes[:2] + passes[4:6]:
         q, layer, lengths = of_rows(rows, *problem(planes))
         assert attention.plan_for(q, layer, DenseView(planes), config=config).whole_spans
         found = attend(q, layer, lengths, DenseView(planes), config, first, tokens)
@@ -118,7 +124,7 @@ def test_teams_that_have_whole_spans_give_the_same_bits(monkeypatch, planes):
 @pytest.mark.parametrize("planes", [2, None])
 def test_values_are_those_of_the_reference(planes):
     q, layer, lengths = problem(planes)
-    out = of_pass(planes, *PASSES[0])
+    out = of_pass(planes, *(PASSES if planes else of_two_warps(PASSES))[0])
     longer = dataclasses.replace(lengths, buffered=lengths.buffered + CASE.tokens)
     expected = jax.jit(reference.decode_attention)(*WIDE((q, layer)), longer, DenseView(planes))[0]
     assert_close(out, expected)
@@ -175,3 +181,9 @@ def test_append_and_attend_is_the_one_after_the_other():
     kept = (0, 1)
     expected = attend(*of_rows(kept, q, dataclasses.replace(layer, buffer=buffer), lengths), DenseView(2), Config(2, team=1), 0, 2)
     np.testing.assert_array_equal(np.asarray(out)[:2], expected)
+    # Tokens beyond the last are passed over.
+    (qkv, cos, sin, layer, lengths), plan = of_rows((0,), qkv, cos, sin, layer, lengths), dataclasses.replace(plan, batch=1)
+    filled = jnp.pad(qkv, ((0, 0), (0, 6), (0, 0)), constant_values=jnp.nan)
+    out, _, appended = at_once(attention.run)(plan, filled, lengths, layer, None, (cos, sin))
+    jax.tree.map(np.testing.assert_array_equal, appended, of_rows((0,), buffer)[0])
+    np.testing.assert_array_equal(np.asarray(out)[0, :2], expected[0])

@@ -10,7 +10,7 @@ from pallas_kernels.formats.views import View
 
 
 def append_and_attend(
-    qkv: Float[Array, "B T channels"],
+    qkv: Float[Array, "B filled channels"],
     cos: Float[Array, "B T half"],
     sin: Float[Array, "B T half"],
     layer: Layer,
@@ -18,13 +18,14 @@ def append_and_attend(
     view: View,
     *,
     implementation: Implementation = "auto",
-) -> tuple[Float[Array, "B T N H"], Layer, Float[Array, "B K T C"] | None]:
+) -> tuple[Float[Array, "B filled N H"], Layer, Float[Array, "B K T C"] | None]:
     """RoPE and append (`rotate_and_append`) from row `lengths.buffered` on, and then `decode_attention`, for which the T new tokens count.
 
     On a GPU, the reference, which calls the two, does what the kernel does not support.
 
     Args:
-        qkv, cos, sin: see `pallas_kernels.rope_append.rotate_and_append`.
+        qkv, cos, sin: see `pallas_kernels.rope_append.rotate_and_append`. More tokens may follow the T in `qkv`, so that it has as many as
+            other kernels take at once: they are passed over, and what is returned for them is unspecified.
         layer: the cache without the new tokens. Where its buffer has no room for max(2, T) rows more, the values read are unspecified.
         lengths: those before the new tokens.
         view: what is read, see `pallas_kernels.attention.decode_attention`.

@@ -16,7 +16,9 @@ from pallas_kernels.rope_append import mosaic_gpu as rope_append
 def unsupported(qkv: Array, cos: Array, sin: Array, layer: Layer, lengths: Lengths, view: View) -> str | None:
     if not isinstance(layer, HierarchicalLayer | FullLayer):
         return "reads groups, and does not support TokenCodesLayer"
-    q = _queries(qkv, layer)
+    if qkv.shape[0] > 1 and qkv.shape[1] > cos.shape[1]:
+        return "takes tokens that are passed over after those of a single row, not of several"
+    q = _queries(qkv, layer, cos.shape[1])
     reason = attention.unsupported(q, layer, lengths, view)
     if reason := reason or rope_append.unsupported(qkv, cos, sin, layer.buffer, lengths.buffered):
         return reason
@@ -28,15 +30,15 @@ def unsupported(qkv: Array, cos: Array, sin: Array, layer: Layer, lengths: Lengt
 
 def append_and_attend(
     qkv: Array, cos: Array, sin: Array, layer: Layer, lengths: Lengths, view: View, *, config: Config | None = None
-) -> tuple[Float[Array, "B T N H"], HierarchicalLayer | FullLayer, Float[Array, "B K T C"] | None]:
+) -> tuple[Float[Array, "B filled N H"], HierarchicalLayer | FullLayer, Float[Array, "B K T C"] | None]:
     """See `pallas_kernels.append_attend.append_and_attend`. Raises ValueError for a configuration that cannot work."""
-    plan = attention.plan_for(_queries(qkv, layer), layer, view, appends=True, config=config)
+    plan = attention.plan_for(_queries(qkv, layer, cos.shape[1]), layer, view, appends=True, config=config)
     angles = cos.astype(qkv.dtype), sin.astype(qkv.dtype)
     attended, mass, buffer = attention.run(plan, qkv, lengths, layer, view if plan.list_width else None, angles)
     return attended, layer.with_buffer(buffer), mass if view.observed else None
 
 
-def _queries(qkv: Array, layer: Layer) -> jax.ShapeDtypeStruct:
-    """The shape of the queries after RoPE."""
+def _queries(qkv: Array, layer: Layer, tokens: int) -> jax.ShapeDtypeStruct:
+    """The shape of these tokens' queries after RoPE."""
     _, K, _, H = layer.buffer.keys.shape
-    return jax.ShapeDtypeStruct((*qkv.shape[:2], qkv.shape[2] // H - 2 * K, H), qkv.dtype)
+    return jax.ShapeDtypeStruct((qkv.shape[0], tokens, qkv.shape[2] // H - 2 * K, H), qkv.dtype)

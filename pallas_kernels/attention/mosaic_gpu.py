@@ -118,14 +118,16 @@ def launches(
     """A launch for the partial results of teams, and one that merges them.
 
     Args:
-        q: the queries, or where the plan appends the projections [B T channels].
+        q: the queries, or where the plan appends the projections [B T channels], where a single row may have more tokens, which are passed
+            over.
         lengths: where the plan appends, those before the new tokens.
         lists: the groups to read; None: all.
         angles: cosines and sines in bfloat16, where the plan appends.
 
     Returns:
-        By name: "merged", the values read [B T N H], in float32 where the plan finds totals; where it appends, "keys" and "values" of the
-        buffer; where it finds totals or observes, "everything", and where it observes, "observed", see `attention_mass`.
+        By name: "merged", the values read [B T N H], with as many tokens as `q`, in float32 where the plan finds totals; where it appends,
+        "keys" and "values" of the buffer; where it finds totals or observes, "everything", and where it observes, "observed", see
+        `attention_mass`.
     """
     from pallas_kernels.attention import mosaic_blocks
 
@@ -156,7 +158,7 @@ def launches(
         return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
 
     partial = numbers(out=(*lead, plan.head_dim), top=lead, total=lead)
-    shape = plan.batch, plan.tokens, plan.kv_heads * plan.heads_per_kv_head, plan.head_dim
+    shape = *q.shape[:2], plan.kv_heads * plan.heads_per_kv_head, plan.head_dim
     merged = {"merged": jax.ShapeDtypeStruct(shape, jnp.float32 if plan.totals else q.dtype)}
     observed = {}
     if plan.observe or plan.totals:

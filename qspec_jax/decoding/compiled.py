@@ -254,9 +254,12 @@ class Call:
 def _own_mlir_context() -> Iterator[None]:
     """What this thread lowers within has a context of MLIR that nothing else is lowered in.
 
-    JAX lowers up to eleven programs of a thread in one context. Passes that compile a program load dialects into its context, which two
-    threads must not do at a time: processes ended with a segmentation fault, on a GPU one generation in 20 (jax and jaxlib 0.11.2).
+    From 0.11 on JAX lowers up to eleven programs of a thread in one context. Passes that compile a program load dialects into its context,
+    which two threads must not do at a time: processes ended with a segmentation fault, on a GPU one generation in 20 (jax 0.11.2).
     """
+    if jax.__version_info__ < (0, 11):
+        yield
+        return
     _leave_mlir_context()
     try:
         yield

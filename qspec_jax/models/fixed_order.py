@@ -2,12 +2,14 @@
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator
 
 import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
+from pallas_kernels.matmul.mosaic_plain_plan import TILE
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import AttendingCache
 from qspec_jax.models.viewed import ViewedModel
@@ -25,13 +27,20 @@ class FixedOrderModel(ViewedModel):
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: AttendingCache
     ) -> tuple[Float[Array, "B T V"], AttendingCache]:
         with _fixed_order():
-            return super().__call__(tokens, positions, cache)
+            return self.model.with_masses(tokens, positions, cache, view=self.view, filled=self._filled(tokens))[:2]
 
     def observed(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: AttendingCache
     ) -> tuple[Float[Array, "B T V"], AttendingCache, tuple[Float[Array, "B K T C"], ...]]:
         with _fixed_order():
-            return super().observed(tokens, positions, cache)
+            return self._observed(tokens, positions, cache, filled=self._filled(tokens))
+
+    def _filled(self, tokens: Int[Array, "B T"]) -> int:
+        """The number of tokens that a pass over a single row is filled up to: what a matmul kernel reads at a time, for which it would
+        otherwise copy its input."""
+        rows, length = tokens.shape
+        fills = dispatch.platform() == "gpu" and rows == 1 and self.model.fillable
+        return TILE * math.ceil(length / TILE) if fills else length
 
 
 @contextlib.contextmanager

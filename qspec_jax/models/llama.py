@@ -25,6 +25,7 @@ from qspec_jax.errors import InputError
 from qspec_jax.models import rope
 from qspec_jax.models.block import Angles, Block, MakeWeight, RMSNorm, Weight, scaled, stream_eps
 from qspec_jax.models.config import LlamaConfig
+from qspec_jax.models.families import HEAD_AFTER_ROPE
 
 
 class AttendingCache(Protocol):
@@ -45,17 +46,17 @@ class AttendingCache(Protocol):
     def attend(
         self,
         layer: int,
-        qkv: Float[Array, "B T channels"],
+        qkv: Float[Array, "B filled channels"],
         cos: Float[Array, "B T half"],
         sin: Float[Array, "B T half"],
         *,
         view: Any,
-    ) -> tuple[Float[Array, "B T N H"], object, Array | None]:
+    ) -> tuple[Float[Array, "B filled N H"], object, Array | None]:
         """Appends keys and values to a layer, after RoPE, and attends to it through a view.
 
         Args:
             layer: the number of the layer.
-            qkv: query heads, then key and value heads, before RoPE.
+            qkv: query heads, then key and value heads, before RoPE; more tokens than T only where a pass is filled up.
             cos, sin: of the tokens' angles.
             view: the part of the cache that the queries read.
 
@@ -135,9 +136,15 @@ class Llama(nnx.Module):
         *,
         view: View | tuple[View, ...],
         lengths: Int[Array, "B T"] | None = None,
+        filled: int = 0,
     ) -> tuple[Float[Array, "B T V"], AttendingCache, tuple[Float[Array, "B K T C"] | None, ...]]:
-        """The results of a call, and for each layer whose view is observed the attention mass of each group, in float32."""
+        """The results of a call, and for each layer whose view is observed the attention mass of each group, in float32.
+
+        filled: the number of tokens that the pass is filled up to, between attentions, by others that nothing depends on. For models that
+        are `fillable`, over caches whose `attend` passes over them.
+        """
         x = self.embed(tokens)
+        x = jnp.pad(x, ((0, 0), (0, max(0, filled - tokens.shape[1])), (0, 0)))
         angles = self.angles(positions, positions + 1 if lengths is None else lengths)
         y = self.layers[0].qkv(self.layers[0].attention_input(x))
         views = view if isinstance(view, tuple) else (view,) * len(self.layers)
@@ -147,7 +154,12 @@ class Llama(nnx.Module):
             x, y, carry = block.until(following, x, attended, carry)
             layers.append(layer)
             masses.append(None if mass is None else self.sum_of_copies(mass))
-        return self.logits(x, y), cache.advance(tuple(layers), tokens.shape[1]), tuple(masses)
+        return self.logits(x, y)[:, : tokens.shape[1]], cache.advance(tuple(layers), tokens.shape[1]), tuple(masses)
+
+    @property
+    def fillable(self) -> bool:
+        """Whether only attention knows of tokens' positions."""
+        return self._config.qk_norm != HEAD_AFTER_ROPE and not self._config.rope.query_scale_beta
 
     @property
     def checkpoint_config(self) -> LlamaConfig:

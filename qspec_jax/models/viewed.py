@@ -63,6 +63,10 @@ class ViewedModel:
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: AttendingCache
     ) -> tuple[Float[Array, "B T V"], AttendingCache, tuple[Float[Array, "B K T C"], ...]]:
         """The results of a call, and for each layer without a sliding window the attention mass of each group, in float32."""
+        return self._observed(tokens, positions, cache)
+
+    def _observed(self, tokens: Array, positions: Array, cache: AttendingCache, *, filled: int = 0) -> tuple:
+        """See `observed`. filled: see `Llama.with_masses`."""
         views = tuple(dataclasses.replace(view, observed=True) for view in self.views)
-        logits, cache, masses = self.model.with_masses(tokens, positions, cache, view=views)
+        logits, cache, masses = self.model.with_masses(tokens, positions, cache, view=views, filled=filled)
         return logits, cache, tuple(mass for mass in masses if mass is not None)
