@@ -57,6 +57,8 @@ class MarkovDraft(Draft):
 
     step: Markov
 
+    independent = True
+
     def propose(self, state, cache, current):
         proposal, cache = propose_by_steps(self.step, cache, current)
         return proposal, state, cache

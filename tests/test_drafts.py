@@ -25,11 +25,11 @@ from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.round import CurrentRound, decode
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.drafts import make_draft, quantspec, registry
+from qspec_jax.drafts.cascade import CascadeDraft
 from qspec_jax.drafts.draft import Draft, Proposal, StepwiseDraft, propose_by_steps
 from qspec_jax.drafts.quantspec import QuantSpecDraft
 from qspec_jax.drafts.registry import DRAFTS as REGISTRY
 from qspec_jax.drafts.registry import parse_draft
-from qspec_jax.drafts.triforce import TriForceDraft
 from qspec_jax.errors import InputError
 from qspec_jax.models.prompts import padded
 from qspec_jax.models.viewed import ViewedModel
@@ -48,9 +48,9 @@ def model(float64):
 # A draft of two levels ---------------------------------------------------------------------------------------------------
 
 
-def two_levels(middle: str, small: str) -> TriForceDraft:
+def two_levels(middle: str, small: str) -> CascadeDraft:
     table = lambda name: Markov(jnp.asarray(DRAFTS[name]))
-    return TriForceDraft(MarkovDraft(table(small)), MarkovSteps(table(middle)))
+    return CascadeDraft(MarkovDraft(table(small)), MarkovSteps(table(middle)))
 
 
 NO_STATE = ((), ())
@@ -217,7 +217,7 @@ def test_more_of_the_cache_is_more_accepted(float64):
     assert few < all == dense
 
 
-STEPWISE = [name for name in REGISTRY if name not in ("small-model", "prompt-lookup", "combine", "triforce")]
+STEPWISE = [name for name in REGISTRY if name not in ("small-model", "prompt-lookup", "combine", "cascade", "triforce")]
 FIRST = "quantspec", "snapkv"  # the one appends to the target's cache, and the other does not
 
 

@@ -28,11 +28,11 @@ from qspec_jax.decoding.round import current_round, decode, propose
 from qspec_jax.decoding.sampling import Greedy, prompt_keys
 from qspec_jax.decoding.state import LENGTH
 from qspec_jax.drafts import make_draft, quantspec
+from qspec_jax.drafts.cascade import CascadeDraft
 from qspec_jax.drafts.combine import CombinedDraft
 from qspec_jax.drafts.prompt_lookup import PromptLookupDraft
 from qspec_jax.drafts.quantspec import QuantSpecDraft
 from qspec_jax.drafts.small_model import SmallModelDraft
-from qspec_jax.drafts.triforce import TriForceDraft
 from qspec_jax.errors import InputError
 from qspec_jax.models import prompts as prompts_module
 from qspec_jax.models.viewed import ViewedModel
@@ -161,16 +161,21 @@ def drafts(model):
     small, middle = (Markov(alone[:, 0] + more) for more in noise)
     second = ViewedModel(quantize_linears(model), BOTH_PLANES)
     return {text: make_draft(text, model) for text in OTHERS} | {
-        "two levels": TriForceDraft(MarkovDraft(small), MarkovSteps(middle)),
-        "triforce": TriForceDraft(SmallModelDraft(second, 2, G), make_draft("retrieval:budget=44,chunk=2,rebuild=9", model)),
+        "two levels": CascadeDraft(MarkovDraft(small), MarkovSteps(middle)),
+        "triforce": CascadeDraft(SmallModelDraft(second, 2, G), make_draft("retrieval:budget=44,chunk=2,rebuild=9", model)),
         "small model": SmallModelDraft(second),
         # Each is used in some rounds, and lacks what the other proposed.
         "a lookup or a window": CombinedDraft(make_draft("prompt-lookup:longest=2,shortest=2", model), SmallModelDraft(second, 2, G)),
+        "a lookup before sparse": make_draft(
+            "cascade:first=prompt-lookup,middle=(sparse:budget=0.2,min_groups=2,weight_bits=16),first_gamma=3", model
+        ),
+        "sparse before quantspec": make_draft("cascade:first=(sparse:budget=0.2,min_groups=2),middle=(quantspec:weight_bits=16)", model),
         "a lookup or sparse": make_draft("combine:(prompt-lookup:longest=3,shortest=3)+(sparse:budget=0.2,min_groups=2)", model),
     }
 
 
-KINDS = [*OTHERS, "two levels", "triforce", "small model", "a lookup or a window", "a lookup or sparse"]
+CASCADES = ["two levels", "triforce", "a lookup before sparse", "sparse before quantspec"]
+KINDS = [*OTHERS, *CASCADES, "small model", "a lookup or a window", "a lookup or sparse"]
 # One that the model itself makes, and one that needs no model; others, in batches whose rows are replaced: test_drafts.py.
 FIRST = (OTHERS[0], "prompt-lookup")
 
@@ -195,11 +200,11 @@ def test_greedy_tokens_of_other_drafts_alone(model, targets, drafts, kind):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LongBlocks(TriForceDraft):
+class LongBlocks(CascadeDraft):
     """Planted: blocks of the middle that are longer than the target's verification."""
 
     def at_once(self, gamma):
-        return self.gamma1
+        return self.first_gamma
 
 
 @jax.tree_util.register_dataclass
@@ -209,14 +214,14 @@ class LongBlocksWithRows(LongBlocks):
 
     @property
     def extra_rows(self):
-        return self.gamma1
+        return self.first_gamma
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("kind", [TriForceDraft, LongBlocks, LongBlocksWithRows])
+@pytest.mark.parametrize("kind", [CascadeDraft, LongBlocks, LongBlocksWithRows])
 def test_a_middle_that_reads_the_targets_cache_has_room_in_it(model, targets, drafts, kind):
     """Every draft is accepted; what a longer block feeds beyond the room for the round is clamped onto rows that are valid."""
-    draft = kind(drafts["two levels"].small, QuantSpecDraft(ViewedModel(model, BOTH_PLANES)), gamma1=8)
+    draft = kind(drafts["two levels"].first, QuantSpecDraft(ViewedModel(model, BOTH_PLANES)), first_gamma=8)
     config, tokens, rates = dataclasses.replace(QUANTSPEC, num_speculative_tokens=4), [], []
     for lengths in BATCHES:
         run = run_rounds(model, prompts_of(lengths), config, draft=draft)
@@ -228,7 +233,7 @@ def test_a_middle_that_reads_the_targets_cache_has_room_in_it(model, targets, dr
 @pytest.mark.system
 def test_what_ends_a_row_ends_it_within_a_block_of_two_levels(model, targets, drafts):
     """An EOS, and a row's own stop sequence, as any of four drafts or behind them, and at every place relative to the length cap."""
-    always = TriForceDraft(drafts["triforce"].small, QuantSpecDraft(ViewedModel(model, BOTH_PLANES)))  # so that blocks are long
+    always = CascadeDraft(drafts["triforce"].first, QuantSpecDraft(ViewedModel(model, BOTH_PLANES)))  # so that blocks are long
     (n, tokens), places = max(targets.items()), set()
     prompts, config = prompts_of([n]) * 8, dataclasses.replace(QUANTSPEC, num_speculative_tokens=4, ignore_eos=False)
     never = next(token for token in range(64) if token not in tokens)  # so that one program has both ways to end

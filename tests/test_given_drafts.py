@@ -17,11 +17,11 @@ from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.sampling import Greedy, make_sampler, prompt_keys
 from qspec_jax.drafts import make_draft
+from qspec_jax.drafts.cascade import CascadeDraft
 from qspec_jax.drafts.quantspec import QuantSpecSettings
 from qspec_jax.drafts.registry import parse_draft
 from qspec_jax.drafts.retrieval import RetrievalSettings
 from qspec_jax.drafts.sparse import SparseSettings
-from qspec_jax.drafts.triforce import TriForceDraft
 
 CONFIG = GenerationConfig(max_new_tokens=8, group_size=16, ignore_eos=True, draft="quantspec")
 PROMPTS = random_prompts([20])
@@ -40,7 +40,7 @@ def made_of(text):
         made_of("sparse"),
         made_of("streaming-llm"),
         made_of("combine:prompt-lookup+quantspec"),
-        lambda model: TriForceDraft(make_draft("prompt-lookup", model), make_draft("quantspec", model)),
+        lambda model: CascadeDraft(make_draft("prompt-lookup", model), make_draft("quantspec", model)),
     ],
 )
 @pytest.mark.parametrize(("shape", "message"), [({"num_hidden_layers": 2}, "num_layers is 2"), ({"vocab_size": 80}, "vocab_size is 80")])

@@ -23,8 +23,8 @@ from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.sampling import ACCEPT, DRAFT, TARGET, Greedy, draw_keys, make_sampler, prompt_keys
 from qspec_jax.drafts import make_draft
+from qspec_jax.drafts.cascade import CascadeDraft
 from qspec_jax.drafts.small_model import SmallModelDraft
-from qspec_jax.drafts.triforce import TriForceDraft
 from qspec_jax.models.viewed import ViewedModel
 
 SAMPLERS = [{"temperature": 0.7}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 3}, {"temperature": 1.0, "top_p": 0.8}]
@@ -109,6 +109,7 @@ PATHS = [
     "a second model",
     "a window of a second model",
     "triforce with a window of a second model",
+    "cascade:first=(sparse:budget=0.2,min_groups=1),middle=(quantspec:weight_bits=16)",
 ]
 
 
@@ -121,7 +122,7 @@ def test_the_whole_path_on_a_real_cache(draft, each, tiny):
     model, prompt, logits = tiny
     samplers = SAMPLERS[1::2]
     # The last of a round's drafts is the middle's own, so that with one of them the small model would have none.
-    new, gamma = (4, 2) if "triforce" in draft else (3, 1)
+    new, gamma = (4, 2) if "triforce" in draft or "cascade" in draft else (3, 1)
     settings = dict(max_new_tokens=new, group_size=2, num_speculative_tokens=gamma, ignore_eos=True)
     # One object each, and for a draft that is given: thousands of configs take longer to check than their rows to decode.
     configs = [config for options in samplers for config in [beside_draft(GenerationConfig(**settings, **options))] * each]
@@ -129,7 +130,7 @@ def test_the_whole_path_on_a_real_cache(draft, each, tiny):
         second = ViewedModel(random_model(jnp.float32, vocab_size=V, spread=0.3, num_hidden_layers=1, seed=3), FULL_PRECISION)
         made = SmallModelDraft(second, 2, 8) if "window" in draft else SmallModelDraft(second)
         if "triforce" in draft:
-            made = TriForceDraft(made, make_draft("retrieval:budget=34,chunk=1,rebuild=0", model))
+            made = CascadeDraft(made, make_draft("retrieval:budget=34,chunk=1,rebuild=0", model))
     else:
         made = make_draft(draft, model)
     engine = Engine.for_configs(model, made, configs, prompt_tokens=len(prompt))

@@ -38,13 +38,10 @@ class CombinedDraft(DraftOfTwo):
         return self.first.in_turn() + self.second.in_turn()
 
     def begin(self, prompt: Prompt) -> State:
-        return tuple(draft.begin(_asked(prompt, draft.prompt_queries)) for draft in (self.first, self.second))
+        return tuple(draft.begin(prompt.asked(draft)) for draft in self.parts)
 
     def begin_again(self, state: State, prompt: Prompt, unchanged: Int[Array, "B"]) -> State:
-        drafts = (self.first, self.second)
-        return tuple(
-            draft.begin_again(own, _asked(prompt, draft.prompt_queries), unchanged) for draft, own in zip(drafts, state, strict=True)
-        )
+        return tuple(draft.begin_again(own, prompt.asked(draft), unchanged) for draft, own in zip(self.parts, state, strict=True))
 
     def propose(self, state: State, cache: Cache, current: Round) -> tuple[Proposal, State, Cache]:
         one, first_state, cache = self.first.propose(state[0], cache, current)
@@ -83,11 +80,6 @@ def _foreseen(proposal: Proposal, eligible: jax.Array) -> jax.Array:
 def _by(proposal: Proposal, before: int) -> Int[Array, "B gamma"]:
     """Whose tokens a part's are, by the numbers of the whole; `before` is the number of proposers of the parts before it."""
     return before + (jnp.zeros_like(proposal.tokens) if proposal.by is None else proposal.by)
-
-
-def _asked(prompt: Prompt, queries: int) -> Prompt:
-    """The prompt with no more of its last queries than a draft asks for."""
-    return dataclasses.replace(prompt, queries=tuple(q[:, q.shape[1] - queries :] for q in prompt.queries) if queries else ())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -62,6 +62,11 @@ class Prompt:
         known = self.n if self.num_queries is None else self.num_queries
         return jnp.arange(count) >= count - known[:, None]
 
+    def asked(self, draft: "Draft") -> Self:
+        """The prompt as a draft that another one is made of asks for it: with no more of its last queries."""
+        count = draft.prompt_queries
+        return dataclasses.replace(self, queries=tuple(q[:, q.shape[1] - count :] for q in self.queries) if count else ())
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +196,8 @@ class Draft(abc.ABC):
         max_length: the maximum number of tokens of a row, prompt and new ones, that it can draft for; None: any that the target takes.
         proposes: for cost estimates (`qspec plan`); None if they cannot be made for this draft.
         verifies: whether the draft itself verifies tokens of another draft.
+        independent: whether the draft uses nothing of the target's cache, nor of its prompt's queries: its own state and the emitted tokens
+            are enough.
         guesses: whether its tokens are never accepted and depend on no random draw, so that `commit` may know what follows them
             (`RoundResult.top_tokens`).
     """
@@ -202,6 +209,7 @@ class Draft(abc.ABC):
     max_length: ClassVar[int | None] = None
     proposes: ClassVar[Proposes | None] = None
     verifies: ClassVar[bool] = False
+    independent: bool = False
     guesses: ClassVar[bool] = False
 
     def with_choice(self, choose: Callable[["Draft"], Skipped]) -> Self:
@@ -317,7 +325,7 @@ class ModelDraft(Draft):
 
 class StepwiseDraft(ModelDraft):
     """The common case: nothing but single-token steps of a model over a cache. A subclass says which view they read it through, and which
-    cache. As the middle of `triforce` its steps have several tokens."""
+    cache. As the middle of a cascade its steps have several tokens."""
 
     @abc.abstractmethod
     def step_in_round(self, state: State, cache: Cache) -> ViewedModel:

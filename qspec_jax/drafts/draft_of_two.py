@@ -38,6 +38,10 @@ class DraftOfTwo(Draft):
         return max(part.prompt_queries for part in self.parts)
 
     @property
+    def independent(self) -> bool:
+        return all(part.independent for part in self.parts)
+
+    @property
     def extra_rows(self) -> int:
         return max(part.extra_rows for part in self.parts)
 

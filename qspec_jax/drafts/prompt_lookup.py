@@ -34,6 +34,7 @@ class PromptLookupDraft(Draft):
     shortest: int = dataclasses.field(metadata={"static": True})
 
     proposes = Proposes.ALL_OR_NONE
+    independent = True
 
     def made_for(self) -> tuple[tuple[str, int], ...]:
         return (("vocab_size", self.vocab_size),)

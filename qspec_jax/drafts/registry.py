@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from qspec_jax.checkpoints.tokenizers import check_same_tokens
+from qspec_jax.drafts.cascade import CascadeSettings
 from qspec_jax.drafts.chunk_means import ChunkMeansSettings
 from qspec_jax.drafts.combine import CombinedSettings
 from qspec_jax.drafts.draft import Draft, DraftSettings, checkpoints_of, needs_full_layers
@@ -40,6 +41,7 @@ DRAFTS: dict[str, type[DraftSettings]] = {
     "streaming-llm": StreamingDraftSettings,
     "snapkv": SnapKVSettings,
     "retrieval": RetrievalSettings,
+    "cascade": CascadeSettings,
     "triforce": TriForceSettings,
     "small-model": SmallModelSettings,
     "prompt-lookup": PromptLookupSettings,

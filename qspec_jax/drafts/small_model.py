@@ -85,7 +85,7 @@ class SmallModelDraft(ModelDraft):
     window: int = dataclasses.field(default=0, metadata={"static": True})
     vocab_size: int | None = dataclasses.field(default=None, metadata={"static": True})
 
-    own_cache = own_model = True
+    own_cache = own_model = independent = True
     first_pass = BLOCK
 
     @property
