@@ -31,6 +31,7 @@ from qspec_jax.drafts.quantspec import QuantSpecDraft
 from qspec_jax.drafts.registry import DRAFTS as REGISTRY
 from qspec_jax.drafts.registry import parse_draft
 from qspec_jax.errors import InputError
+from qspec_jax.models.llama import Seen
 from qspec_jax.models.prompts import padded
 from qspec_jax.models.viewed import ViewedModel
 
@@ -107,8 +108,9 @@ def test_two_levels_are_greedy():
 class Observed(Markov):
     """A target whose attention mass gives its query tokens away: query t attends to the group with its token's number."""
 
-    def observed(self, tokens, positions, cache):
-        return *self(tokens, positions, cache), (jax.nn.one_hot(tokens, V)[:, None],)
+    def watched(self, tokens, positions, cache, *, observe, taps):
+        given = jax.nn.one_hot(tokens, V)
+        return *self(tokens, positions, cache), Seen((given[:, None],) if observe else (), given if taps else None)
 
 
 @jax.tree_util.register_dataclass
@@ -194,13 +196,14 @@ def test_observing_changes_nothing(model):
     tokens = prompts[:, :3]
     positions = cache.lengths.total[:, None] + jnp.arange(3)
     plain, _ = jax.jit(lambda: model(tokens, positions, cache))()
-    observed, _, masses = jax.jit(lambda: ViewedModel(model, BOTH_PLANES).observed(tokens, positions, cache))()
+    observed, _, seen = jax.jit(lambda: ViewedModel(model, BOTH_PLANES).watched(tokens, positions, cache, observe=True))()
     np.testing.assert_array_equal(plain, observed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "CHUNK_TOKENS", 5 * G)
-        *_, chunks = jax.jit(lambda: ViewedModel(model, BOTH_PLANES).observed(tokens, positions, cache))()
-    np.testing.assert_allclose(chunks[0], masses[0], atol=1e-7)
-    assert masses[0].shape[3] == 15 and (np.asarray(masses[0]).sum(-1) < 2).all() and np.asarray(masses[0]).sum(-1).max() > 0.5
+        _, _, chunks = jax.jit(lambda: ViewedModel(model, BOTH_PLANES).watched(tokens, positions, cache, observe=True))()
+    (mass,) = seen.masses
+    np.testing.assert_allclose(chunks.masses[0], mass, atol=1e-7)
+    assert mass.shape[3] == 15 and (np.asarray(mass).sum(-1) < 2).all() and np.asarray(mass).sum(-1).max() > 0.5
 
 
 # Of a draft with a cache of its own: test_compact_drafts.py.

@@ -77,7 +77,7 @@ def test_a_token_has_the_same_logits_in_every_pass(model, texts):
 def test_what_a_pass_is_filled_up_with_changes_nothing(model, texts):
     _, alone = read(model, "tokens", texts[0][:96])
     tokens, positions = jnp.asarray([texts[0][96:99]]), jnp.arange(96, 99)[None]
-    plain, filled = (model.with_masses(tokens, positions, alone.cache, view=BOTH_PLANES, filled=filled) for filled in (0, 8))
+    plain, filled = (model.watched(tokens, positions, alone.cache, view=BOTH_PLANES, filled=filled) for filled in (0, 8))
     assert filled[0].shape == plain[0].shape
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), atol=0.05), filled, plain)
 

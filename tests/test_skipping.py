@@ -71,7 +71,7 @@ def test_a_pass_is_that_of_a_model_in_which_the_halves_add_nothing(model, text):
     keep = np.array([[i not in skipped.attention, i not in skipped.mlp] for i in range(LAYERS)])
     masked, _ = MaskedSkippingModel(model, BOTH_PLANES, jnp.asarray(keep))(tokens, positions, cache)
     with pytest.raises(ValueError, match="cannot be used as target"):
-        SkippingModel(model, BOTH_PLANES, skipped).observed(tokens, positions, cache)
+        SkippingModel(model, BOTH_PLANES, skipped).watched(tokens, positions, cache, observe=True)
     np.testing.assert_allclose(masked, expected, rtol=1e-9, atol=1e-9)
     assert Skipped.parse(str(skipped)) == skipped
 

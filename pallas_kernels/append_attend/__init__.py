@@ -24,8 +24,8 @@ def append_and_attend(
     On a GPU, the reference, which calls the two, does what the kernel does not support.
 
     Args:
-        qkv, cos, sin: see `pallas_kernels.rope_append.rotate_and_append`. More tokens may follow the T in `qkv`, so that it has as many as
-            other kernels take at once: they are passed over, and what is returned for them is unspecified.
+        qkv, cos, sin: see `pallas_kernels.rope_append.rotate_and_append`. More tokens may follow the T in `qkv`, so that it has the
+            number that other kernels take at once: they are passed over, and what is returned for them is unspecified.
         layer: the cache without the new tokens. Where its buffer has no room for max(2, T) rows more, the values read are unspecified.
         lengths: those before the new tokens.
         view: what is read, see `pallas_kernels.attention.decode_attention`.

@@ -125,7 +125,7 @@ def launches(
         angles: cosines and sines in bfloat16, where the plan appends.
 
     Returns:
-        By name: "merged", the values read [B T N H], with as many tokens as `q`, in float32 where the plan finds totals; where it appends,
+        By name: "merged", the values read [B T N H], with all tokens of `q`, in float32 where the plan finds totals; where it appends,
         "keys" and "values" of the buffer; where it finds totals or observes, "everything", and where it observes, "observed", see
         `attention_mass`.
     """

@@ -4,6 +4,7 @@ A step reads its weights and what every row has cached. What it writes is not co
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -117,7 +118,7 @@ def _verified(tokens, cache, state, lengths, target):
 
 
 def _verified_and_observed(tokens, cache, state, lengths, target):
-    return *_forward(tokens, cache, lengths, target.observed, width=tokens.shape[1]), state
+    return *_forward(tokens, cache, lengths, functools.partial(target.watched, observe=True), width=tokens.shape[1]), state
 
 
 def _drafted(tokens, cache, state, lengths, draft):
@@ -128,8 +129,8 @@ def _drafted(tokens, cache, state, lengths, draft):
 
 def _forward(tokens, cache, lengths, model, *, width):
     positions, before = lengths.total[:, None] + jnp.arange(width), cache.lengths
-    logits, cache, *masses = model(tokens[:, :width], positions, cache)
-    for mass in jax.tree.leaves(masses):  # which are never negative, but have to be computed
+    logits, cache, *seen = model(tokens[:, :width], positions, cache)
+    for mass in jax.tree.leaves(seen):  # which are never negative, but have to be computed
         logits = jnp.where((mass < 0).any(), 0, logits)
     # Other tokens in every trip, or a cache that fetches only what it has not would soon have all.
     following = (jnp.argmax(logits, -1).astype(jnp.int32) + tokens[:, :width] + 1) % logits.shape[-1]

@@ -192,7 +192,8 @@ class Engine:
         count = len(self._kinds)
         layers = min(layers or count, count)
         # In a fixed order in any case: what a prompt leaves should not depend on how its layers are dealt out among programs.
-        if count <= FEW_LAYERS and (layers == count or self._fixed_order) and not (in_host_memory and begins):
+        by_layer = begins and (in_host_memory or self.draft.taps)  # features are taken between layers
+        if count <= FEW_LAYERS and (layers == count or self._fixed_order) and not by_layer:
             layers = None
         draft = self.draft.in_prefill() if begins else None
         prefill = Prefill(self.target, draft, *padded(prompts), sampler, keys, limits, self.sizes, layers, self._kinds)

@@ -24,9 +24,9 @@ from qspec_jax.decoding.logits_processors import seen_in, seen_since
 from qspec_jax.decoding.round import begin
 from qspec_jax.decoding.sampling import TARGET, Sampler
 from qspec_jax.decoding.state import RUNNING, DecodeState, Logprobs, start
-from qspec_jax.drafts.draft import Draft, Prompt
+from qspec_jax.drafts.draft import Draft, Prompt, Taps
 from qspec_jax.drafts.step_bytes import bytes_of
-from qspec_jax.models.block import Angles, Block
+from qspec_jax.models.block import Angles, Block, scaled
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.viewed import ViewedModel
 
@@ -110,13 +110,20 @@ def _ended(
     x: Float[Array, "B S D"],
     cache: Cache,
     queries: tuple[Array, ...],
+    streams: tuple[Float[Array, "B W D"], ...],
     *,
     sizes: Sizes,
 ) -> Reading:
-    """After the last layer. x: its hidden states. cache: with all of its layers filled."""
-    return _read(
-        draft, tokens, n, last_logits(target.model, x, n, uniform=sizes.uniform), cache.filled(cache.layers, n), queries, sizes=sizes
-    )
+    """After the last layer. x: its hidden states. cache: with all of its layers filled. streams: what was taken at the draft's taps."""
+    logits, cache = last_logits(target.model, x, n, uniform=sizes.uniform), cache.filled(cache.layers, n)
+    features = jnp.concatenate(streams, -1) if streams else None
+    return _read(draft, tokens, n, logits, cache, queries, features, sizes=sizes)
+
+
+def _tapped(x: Float[Array, "B S D"], n: Int[Array, "B"], *, taps: Taps, factor: float) -> Float[Array, "B W D"]:
+    """The residual stream of the tokens that `Taps.of_prompt` says. factor: that it is kept divided by."""
+    at = jnp.minimum(taps.of_prompt(n), x.shape[1] - 1)
+    return scaled(jnp.take_along_axis(x, at[..., None], 1), factor)
 
 
 def _read(
@@ -126,12 +133,13 @@ def _read(
     logits: Float[Array, "B V"],
     cache: Cache,
     queries: tuple[Array, ...] = (),
+    features: Float[Array, "B W F"] | None = None,
     *,
     sizes: Sizes,
 ) -> Reading:
     # Of the same width for every prompt, so that a row fits into the state of others.
     padding = sizes.capacity - sizes.max_new_tokens - tokens.shape[1]
-    shapes = dict(capacity=sizes.capacity, gamma=sizes.gamma, width=tokens.shape[1])
+    shapes = dict(capacity=sizes.capacity, gamma=sizes.gamma, width=tokens.shape[1], features=features)
     prompt = Prompt(jnp.pad(tokens, ((0, 0), (0, padding))), n, cache, queries, **shapes)
     return Reading(logits, cache, begin(draft, prompt), queries)
 
@@ -179,6 +187,7 @@ def _num_queries(draft: Draft | None) -> int:
 PREFILL = Compiled(_prefilled, static_argnames=("sizes",))
 BEGIN = Compiled(_begun, static_argnames=("sizes",))
 LAYER = Compiled(through_layers, static_argnames=("num_queries", "uniform"), donate_argnames=("x", "cache"))
+TAP = Compiled(_tapped, static_argnames=("taps", "factor"))
 END = Compiled(_ended, static_argnames=("sizes",), donate_argnames=("cache",))
 START = Compiled(_started, static_argnames=("sizes",))
 
@@ -289,13 +298,20 @@ class Prefill:
             yield result(self._whole())
             return
         x, angles, cache = result(self._begin())
-        filled, queries = (), ()
-        for i in range(self.target.model.config.num_layers):
+        filled, queries, streams = (), (), {}
+        taps = None if self.draft is None else self.draft.taps
+        layers = self.target.model.config.num_layers
+        for i in range(layers):
             if i and i % self.layers == 0:
                 yield x
+            if taps and i in taps.layers:
+                streams[i] = result(self._tap(taps, x))
             x, of_cache, of_queries = result(self._layer(i, angles, x, cache))
             filled, queries = filled + of_cache, queries + of_queries
-        yield result(self._end(x, cache.with_layers(filled), queries))
+        if taps and layers in taps.layers:
+            streams[layers] = result(self._tap(taps, x))
+        in_order = tuple(streams[i] for i in taps.layers) if taps else ()
+        yield result(self._end(x, cache.with_layers(filled), queries, in_order))
 
     @property
     def _prompts(self) -> tuple:
@@ -323,8 +339,12 @@ class Prefill:
         args = logits, seen, self.n, self.sampler, self.keys, self.limits
         return Call(START, args, dict(sizes=self.sizes), self.n.shape if seen is None else seen.shape)
 
-    def _end(self, x: Array, cache: Cache, queries: tuple) -> Call:
-        return Call(END, (self.target, *self._prompts, x, cache, queries), dict(sizes=self.sizes), self._variant)
+    def _tap(self, taps: Taps, x: Array) -> Call:
+        factor = self.target.model.config.residual_multiplier
+        return Call(TAP, (x, self.n), dict(taps=taps, factor=factor), x.shape[:2])
+
+    def _end(self, x: Array, cache: Cache, queries: tuple, streams: tuple) -> Call:
+        return Call(END, (self.target, *self._prompts, x, cache, queries, streams), dict(sizes=self.sizes), self._variant)
 
 
 def _last(results: Iterator[Any]) -> Any:

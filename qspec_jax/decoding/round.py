@@ -20,6 +20,7 @@ from qspec_jax.decoding.logits_processors import seen_since
 from qspec_jax.decoding.sampling import DRAFT, Sampler
 from qspec_jax.decoding.state import RUNNING, DecodeState, Logprobs, status_after
 from qspec_jax.drafts.draft import Draft, Prompt, Proposal, RoundResult
+from qspec_jax.models.llama import Seen
 from qspec_jax.models.viewed import Step
 
 # Folded into the keys of an inner level. Larger than any position, so that inner and outer draws never share a key.
@@ -54,7 +55,7 @@ def decode_round(target: Step, draft: Draft | None, sampler: Sampler, state: Dec
     with jax.named_scope("draft"):
         proposal, draft_state, cache = propose(draft, state.draft, state.cache, current)
     with jax.named_scope("verify"):
-        verdict, cache = verify(target, proposal, cache, current, observe=draft is not None and draft.observes)
+        verdict, cache = verify(target, proposal, cache, current, draft)
     return commit(draft, dataclasses.replace(state, cache=cache, draft=draft_state), current, proposal, verdict)
 
 
@@ -169,27 +170,29 @@ class Verdict:
         logits: the target's, before processors.
         accepted: the number of accepted drafts.
         own_token: the target's own token after them.
-        masses: for each layer the attention mass of each group, if the draft observes it.
+        seen: what the draft asks of the pass.
     """
 
     logits: Float[Array, "B T V"]
     accepted: Int[Array, "B"]
     own_token: Int[Array, "B"]
-    masses: tuple[Float[Array, "B K T C"], ...] = ()
+    seen: Seen = dataclasses.field(default_factory=Seen)
 
 
-def verify(target: Step, proposal: Proposal, cache: Cache, current: CurrentRound, *, observe: bool = False) -> tuple[Verdict, Cache]:
+def verify(target: Step, proposal: Proposal, cache: Cache, current: CurrentRound, draft: Draft | None) -> tuple[Verdict, Cache]:
     """Feeds the pending token and the drafts to the target. Returns its verdict, and its cache with them."""
-    logits, cache, masses = feed(target, jnp.concatenate([current.pending[:, None], proposal.tokens], 1), cache, current, observe=observe)
-    return Verdict(logits, *current.verify(logits, proposal), masses), cache
+    logits, cache, seen = feed(target, jnp.concatenate([current.pending[:, None], proposal.tokens], 1), cache, current, draft)
+    return Verdict(logits, *current.verify(logits, proposal), seen), cache
 
 
-def feed(target: Step, tokens: Int[Array, "B T"], cache: Cache, current: CurrentRound, *, observe: bool) -> tuple[Array, Cache, tuple]:
-    """The target's logits after these tokens, the first of which is the pending one; its cache with them; the masses that it observed."""
+def feed(
+    target: Step, tokens: Int[Array, "B T"], cache: Cache, current: CurrentRound, draft: Draft | None
+) -> tuple[Float[Array, "B T V"], Cache, Seen]:
+    """The target's logits after these tokens, the first of which is the pending one, its cache with them, what the draft asks to see."""
     positions = current.position[:, None] + jnp.arange(tokens.shape[1])
-    if observe:
-        return target.observed(tokens, positions, cache)
-    return *target(tokens, positions, cache), ()
+    if draft is not None and (draft.observes or draft.taps):
+        return target.watched(tokens, positions, cache, observe=draft.observes, taps=draft.taps.layers if draft.taps else ())
+    return *target(tokens, positions, cache), Seen()
 
 
 def commit(draft: Draft | None, state: DecodeState, current: CurrentRound, proposal: Proposal, verdict: Verdict) -> DecodeState:
@@ -203,13 +206,14 @@ def commit(draft: Draft | None, state: DecodeState, current: CurrentRound, propo
     count = jnp.where(running, count, 0)
     kept_drafts = jnp.minimum(accepted, jnp.maximum(count - 1, 0))  # the last emitted token is pending
     with jax.named_scope("flush"):
-        cache, flushed = state.cache.commit(current.lengths, count, wait_for=[verdict.own_token, *verdict.masses])
+        cache, flushed = state.cache.commit(current.lengths, count, wait_for=[verdict.own_token, *verdict.seen.masses])
     draft_state = state.draft
     if draft is not None:
-        masses = seen_by_accepted(verdict.masses, count)
+        masses = seen_by_accepted(verdict.seen.masses, count)
+        features = of_accepted(verdict.seen.features, count)
         put_to_target = jnp.where(running, proposal.eligible, 0)
         top_tokens = verdict.logits.argmax(-1) if draft.guesses else None
-        result = RoundResult(block, count, put_to_target, kept_drafts, flushed, masses, top_tokens)
+        result = RoundResult(block, count, put_to_target, kept_drafts, flushed, masses, top_tokens, features)
         draft_state = draft.commit(state.draft, result, cache)
     # Drafts after an accepted EOS count neither as drafted nor as accepted.
     drafted, accepted_drafts = jnp.where(count <= accepted, count, proposal.eligible), jnp.minimum(accepted, count)
@@ -243,6 +247,11 @@ def seen_by_accepted(masses: tuple[Float[Array, "B K T C"], ...], kept: Int[Arra
     The noise of a position is used again after a rejection; that is exact only if rejected drafts influence nothing.
     """
     return tuple(jnp.where((jnp.arange(mass.shape[2]) < kept[:, None])[:, None, :, None], mass, 0) for mass in masses)
+
+
+def of_accepted(features: Float[Array, "B T F"] | None, kept: Int[Array, "B"]) -> Float[Array, "B T F"] | None:
+    """The features, 0 for those of rejected drafts; see `seen_by_accepted`."""
+    return None if features is None else jnp.where((jnp.arange(features.shape[1]) < kept[:, None])[..., None], features, 0)
 
 
 def mark_seen(seen: Bool[Array, "B V"], tokens: Int[Array, "B T"], count: Int[Array, "B"]) -> Bool[Array, "B V"]:

@@ -182,7 +182,7 @@ def _verified(
     current: CurrentRound,
     proposal: Proposal,
 ) -> tuple[DecodeState, Verdict]:
-    verdict, cache = verify(target, proposal, state.cache, current, observe=draft is not None and draft.observes)
+    verdict, cache = verify(target, proposal, state.cache, current, draft)
     return dataclasses.replace(state, cache=cache), verdict
 
 

@@ -30,6 +30,26 @@ from qspec_jax.models.viewed import Step, ViewedModel
 State = Any
 
 
+@dataclasses.dataclass(frozen=True)
+class Taps:
+    """The residual streams of the target that a draft reads as features.
+
+    Attributes:
+        layers: see `Llama.watched`.
+        first, last: of how many of a prompt's tokens `begin` is given features, from the start and from the end.
+    """
+
+    layers: tuple[int, ...]
+    first: int
+    last: int
+
+    def of_prompt(self, n: Int[Array, "B"]) -> Int[Array, "B W"]:
+        """The tokens of a prompt of n[b] that `Prompt.features` are of, in their order; the columns beyond n[b] mean nothing."""
+        column = jnp.arange(self.first + self.last)
+        left_out = jnp.maximum(n - len(column), 0)[:, None]
+        return jnp.where(column < self.first, column, column + left_out)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prompt:
@@ -43,6 +63,7 @@ class Prompt:
             `prompt_queries`, the last token's in the last row; empty if Q is 0.
         num_queries: how many of the last rows of `queries` are those of tokens; the others mean nothing. None: all tokens of a prompt that
             there are rows for.
+        features: of the tokens that the draft's `Taps.of_prompt` says; None if it has no taps, or they are not known.
         capacity: the maximum number of tokens of a row, the generated ones included.
         gamma: the maximum number of drafts in a round.
         width: columns of `tokens` in use: the longest prompt of this call, rounded up (`bucket`); the rest is padding. None: all.
@@ -53,6 +74,7 @@ class Prompt:
     cache: Cache
     queries: tuple[Float[Array, "B Q N H"], ...] = ()
     num_queries: Int[Array, "B"] | None = dataclasses.field(default=None, kw_only=True)
+    features: Float[Array, "B W F"] | None = dataclasses.field(default=None, kw_only=True)
     capacity: int = dataclasses.field(kw_only=True, metadata={"static": True})
     gamma: int = dataclasses.field(kw_only=True, metadata={"static": True})
     width: int | None = dataclasses.field(default=None, kw_only=True, metadata={"static": True})
@@ -63,9 +85,10 @@ class Prompt:
         return jnp.arange(count) >= count - known[:, None]
 
     def asked(self, draft: "Draft") -> Self:
-        """The prompt as a draft that another one is made of asks for it: with no more of its last queries."""
+        """The prompt as a draft that another one is made of asks for it: with no more of its last queries, and no features in vain."""
         count = draft.prompt_queries
-        return dataclasses.replace(self, queries=tuple(q[:, q.shape[1] - count :] for q in self.queries) if count else ())
+        queries = tuple(q[:, q.shape[1] - count :] for q in self.queries) if count else ()
+        return dataclasses.replace(self, queries=queries, features=self.features if draft.taps else None)
 
 
 @jax.tree_util.register_dataclass
@@ -108,6 +131,7 @@ class RoundResult:
             pending token; 0 for queries that were rejected. Empty where the draft does not observe.
         top_tokens: the verifying model's argmax after the pending token and after each proposed one, for a draft that `guesses`; None for
             every other, since what follows a rejected draft depends on it.
+        features: of the pending token and of each proposed one, for a draft with `Taps`; 0 for those that were rejected.
     """
 
     tokens: Int[Array, "B gamma+1"]
@@ -117,6 +141,7 @@ class RoundResult:
     flushed: Int[Array, "B"]
     masses: tuple[Float[Array, "B K T C"], ...] = ()
     top_tokens: Int[Array, "B gamma+1"] | None = None
+    features: Float[Array, "B gamma+1 F"] | None = None
 
     def __post_init__(self):
         if isinstance(self.drafted, jax.Array):  # jax.tree functions may put other objects there
@@ -191,6 +216,7 @@ class Draft(abc.ABC):
         needs: what it needs of the target's cache that not every cache gives.
         observes: whether `commit` uses the attention mass that verification saw.
         prompt_queries: how many of the prompt's last queries `begin` uses.
+        taps: the residual streams of the target that `begin` and `commit` use; None for none.
         extra_rows: how many tokens beyond gamma + 1 `propose` appends to the target's cache before it rolls back; the cache has room for
             them.
         max_length: the maximum number of tokens of a row, prompt and new ones, that it can draft for; None: any that the target takes.
@@ -205,6 +231,7 @@ class Draft(abc.ABC):
     needs: frozenset[Gives] = frozenset()
     observes: ClassVar[bool] = False
     prompt_queries: ClassVar[int] = 0
+    taps: Taps | None = None
     extra_rows: int = 0
     max_length: ClassVar[int | None] = None
     proposes: ClassVar[Proposes | None] = None

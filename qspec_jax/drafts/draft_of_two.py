@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import ClassVar, Self
 
 from qspec_jax.caches.cache import Cache, Gives
-from qspec_jax.drafts.draft import Draft, DraftSettings, RoundResult, State, checkpoints_of, needs_full_layers, needs_of
+from qspec_jax.drafts.draft import Draft, DraftSettings, RoundResult, State, Taps, checkpoints_of, needs_full_layers, needs_of
+from qspec_jax.errors import InputError
 from qspec_jax.models.skipping import Skipped
 
 
@@ -36,6 +37,14 @@ class DraftOfTwo(Draft):
     @property
     def prompt_queries(self) -> int:
         return max(part.prompt_queries for part in self.parts)
+
+    @property
+    def taps(self) -> Taps | None:
+        """Raises InputError for two that read other features: they are taken once for both."""
+        found = {part.taps for part in self.parts} - {None}
+        if len(found) > 1:
+            raise InputError("two drafts that read features of the target should read the same ones, and a window of one size")
+        return next(iter(found), None)
 
     @property
     def independent(self) -> bool:

@@ -227,7 +227,7 @@ def _passed(
     """The pass of a round over these drafts: in a column of each row the most likely token, and the logits of two others."""
     current = current_round(sampler, state, limits)
     tokens = jnp.concatenate([state.pending[:, None], drafts], 1)
-    logits, _, _ = feed(target, tokens, state.cache, current, observe=draft is not None and draft.observes)
+    logits, _, _ = feed(target, tokens, state.cache, current, draft)
     of_column = jnp.take_along_axis(current.processed(logits, drafts), column[:, None, None], 1)[:, 0]
     return of_column.argmax(-1), jnp.take_along_axis(of_column, pair, 1)
 

@@ -14,7 +14,7 @@ from qspec_jax.caches.hierarchical import HierarchicalCache
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.limits import Limits
-from qspec_jax.decoding.round import CurrentRound, Verdict, current_round, feed, propose, seen_by_accepted
+from qspec_jax.decoding.round import CurrentRound, Verdict, current_round, feed, of_accepted, propose, seen_by_accepted
 from qspec_jax.decoding.sampling import Sampler
 from qspec_jax.decoding.state import DecodeState
 from qspec_jax.decoding.traced_rounds import Judged, Records, RoundStart, Tally, timed, with_chances
@@ -80,22 +80,22 @@ def walk_round(
     def read(cache, tokens):
         cache = cache.rollback(this_round.lengths)
         cache = cache if choice is None else WatchedCache(cache, choice)
-        logits, cache, masses = feed(target, tokens, cache, this_round, observe=draft.observes)
-        return (cache, (logits, masses, None)) if choice is None else (cache.cache, (logits, masses, cache.shares))
+        logits, cache, seen = feed(target, tokens, cache, this_round, draft)
+        return (cache, (logits, seen, None)) if choice is None else (cache.cache, (logits, seen, cache.shares))
 
     # The drafts are read, and then the real tokens: the cache keeps their keys and values, and the draft may observe their queries.
     # In a loop the pass, which is most of the program, is compiled once.
     pending = state.pending[:, None]
     passes = jnp.stack([jnp.concatenate([pending, proposal.tokens], 1), block_at(real, state.emitted - 1)])
     cache, found = lax.scan(read, cache, passes)
-    (logits, _, _), (_, masses, shares) = (jax.tree.map(operator.itemgetter(i), found) for i in range(2))
+    (logits, _, _), (_, seen, shares) = (jax.tree.map(operator.itemgetter(i), found) for i in range(2))
     accepted, own_token = this_round.verify(logits, proposal)
     moved = jnp.where(active, accepted + 1, 0)
     covered = None if choice is None else jnp.where(jnp.arange(width) < moved[:, None], shares, 0).sum(1)
-    cache, flushed = cache.commit(this_round.lengths, moved, wait_for=[own_token, *masses])
+    cache, flushed = cache.commit(this_round.lengths, moved, wait_for=[own_token, *seen.masses])
     drafted, taken = jnp.where(active, proposal.eligible, 0), moved - active
-    seen = seen_by_accepted(masses, moved)
-    result = RoundResult(block_at(real, state.emitted), moved, drafted, taken, flushed, seen)
+    masses, features = seen_by_accepted(seen.masses, moved), of_accepted(seen.features, moved)
+    result = RoundResult(block_at(real, state.emitted), moved, drafted, taken, flushed, masses, features=features)
     counts = state.counts.with_round(active, proposal.eligible, accepted, flushed)
     emitted = state.emitted + moved
     state = dataclasses.replace(

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import dispatch
 from pallas_kernels.matmul.mosaic_plain_plan import TILE
 from qspec_jax.errors import InputError
-from qspec_jax.models.llama import AttendingCache
+from qspec_jax.models.llama import AttendingCache, Seen
 from qspec_jax.models.viewed import ViewedModel
 
 
@@ -23,24 +23,23 @@ class FixedOrderModel(ViewedModel):
     Raises InputError where no kernel does so for the model.
     """
 
-    def __call__(
-        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: AttendingCache
-    ) -> tuple[Float[Array, "B T V"], AttendingCache]:
+    def watched(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        cache: AttendingCache,
+        *,
+        observe: bool = False,
+        taps: tuple[int, ...] = (),
+    ) -> tuple[Float[Array, "B T V"], AttendingCache, Seen]:
         with _fixed_order():
-            return self.model.with_masses(tokens, positions, cache, view=self.view, filled=self._filled(tokens))[:2]
+            return super().watched(tokens, positions, cache, observe=observe, taps=taps)
 
-    def observed(
-        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: AttendingCache
-    ) -> tuple[Float[Array, "B T V"], AttendingCache, tuple[Float[Array, "B K T C"], ...]]:
-        with _fixed_order():
-            return self._observed(tokens, positions, cache, filled=self._filled(tokens))
-
-    def _filled(self, tokens: Int[Array, "B T"]) -> int:
-        """The number of tokens that a pass over a single row is filled up to: what a matmul kernel reads at a time, for which it would
-        otherwise copy its input."""
+    def filled(self, tokens: Int[Array, "B T"]) -> int:
+        """Over a single row, what a matmul kernel reads at a time: it would otherwise copy its input to fill it up."""
         rows, length = tokens.shape
         fills = dispatch.platform() == "gpu" and rows == 1 and self.model.fillable
-        return TILE * math.ceil(length / TILE) if fills else length
+        return TILE * math.ceil(length / TILE) if fills else 0
 
 
 @contextlib.contextmanager

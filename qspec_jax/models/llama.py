@@ -84,6 +84,20 @@ class Origin:
         return 0
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """What was asked to be seen in a pass.
+
+    Attributes:
+        masses: for each layer whose view is observed, the attention mass [B, K, T, C] of each group, in float32; None for another layer.
+        features: the residual streams that were asked for, one after the other in the last axis; None if none was.
+    """
+
+    masses: tuple[Float[Array, "B K T C"] | None, ...] = ()
+    features: Float[Array, "B T F"] | None = None
+
+
 class Llama(nnx.Module):
     """The model.
 
@@ -126,9 +140,9 @@ class Llama(nnx.Module):
             view: the part of the cache that is read, for all layers or for each (see `pallas_kernels.formats.views`); by default all of it.
             lengths: see rope.py; by default position + 1.
         """
-        return self.with_masses(tokens, positions, cache, view=view, lengths=lengths)[:2]
+        return self.watched(tokens, positions, cache, view=view, lengths=lengths)[:2]
 
-    def with_masses(
+    def watched(
         self,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
@@ -137,24 +151,34 @@ class Llama(nnx.Module):
         view: View | tuple[View, ...],
         lengths: Int[Array, "B T"] | None = None,
         filled: int = 0,
-    ) -> tuple[Float[Array, "B T V"], AttendingCache, tuple[Float[Array, "B K T C"] | None, ...]]:
-        """The results of a call, and for each layer whose view is observed the attention mass of each group, in float32.
+        taps: tuple[int, ...] = (),
+    ) -> tuple[Float[Array, "B T V"], AttendingCache, Seen]:
+        """The results of a call, and what was asked to be seen.
 
-        filled: the number of tokens that the pass is filled up to, between attentions, by others that nothing depends on. For models that
-        are `fillable`, over caches whose `attend` passes over them.
+        Args:
+            tokens, positions, cache, view, lengths: see a call.
+            filled: the number of tokens that the pass is filled up to, between attentions, by others that nothing depends on. For models
+                that are `fillable`, over caches whose `attend` passes over them.
+            taps: the layers before which the residual stream is taken as features; the number of layers for what the last one leaves.
         """
         x = self.embed(tokens)
         x = jnp.pad(x, ((0, 0), (0, max(0, filled - tokens.shape[1])), (0, 0)))
         angles = self.angles(positions, positions + 1 if lengths is None else lengths)
         y = self.layers[0].qkv(self.layers[0].attention_input(x))
         views = view if isinstance(view, tuple) else (view,) * len(self.layers)
-        layers, masses, carry, reading = [], [], None, cache.for_pass(views)
+        layers, masses, streams, carry, reading = [], [], {}, None, cache.for_pass(views)
         for i, (block, following) in enumerate(zip(self.layers, [*self.layers[1:], None])):
+            streams[i] = x
             attended, layer, mass = reading.attend(i, *block.for_attention(y, *block.angles_of(angles)), view=views[i])
             x, y, carry = block.until(following, x, attended, carry)
             layers.append(layer)
             masses.append(None if mass is None else self.sum_of_copies(mass))
-        return self.logits(x, y)[:, : tokens.shape[1]], cache.advance(tuple(layers), tokens.shape[1]), tuple(masses)
+        T = tokens.shape[1]
+        if len(self.layers) in taps:
+            streams[len(self.layers)] = x + y
+        features = [scaled(streams[i], self._config.residual_multiplier)[:, :T] for i in taps]
+        seen = Seen(tuple(masses), jnp.concatenate(features, -1) if features else None)
+        return self.logits(x, y)[:, :T], cache.advance(tuple(layers), T), seen
 
     @property
     def fillable(self) -> bool:

@@ -9,7 +9,7 @@ Source: SWIFT (arXiv 2410.06916), section 4: skipped attention and MLP sublayers
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import jax
 import jax.numpy as jnp
@@ -104,7 +104,7 @@ DEFERRED = Deferred()
 class _Incomplete(ViewedModel):
     """A model that reads its cache through a view and skips layers, so that it cannot be a target."""
 
-    def observed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: AttendingCache) -> NoReturn:
+    def watched(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: AttendingCache, **asked: Any) -> NoReturn:
         raise ValueError("a layer-skipping model cannot be used as target")
 
 

@@ -5,6 +5,7 @@ the same shapes in every program. This is for CPUs.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from jax.extend import core
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import fixed_order
-from qspec_jax.models.llama import AttendingCache
+from qspec_jax.models.llama import AttendingCache, Seen
 from qspec_jax.models.viewed import ViewedModel
 
 WIDTH = 16  # tokens of a row in a part of a pass
@@ -61,19 +62,18 @@ class UniformModel(ViewedModel):
     The cache has room for `WIDTH` tokens after those of a row, and the arrays of its layers have the batch as their first axis.
     """
 
-    def __call__(
-        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: AttendingCache
-    ) -> tuple[Float[Array, "B T V"], AttendingCache]:
-        passed = super().__call__
-        logits, cache, _ = self._by_row(lambda *row: (*passed(*row), ()), tokens, positions, cache)
-        return logits, cache
+    def watched(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        cache: AttendingCache,
+        *,
+        observe: bool = False,
+        taps: tuple[int, ...] = (),
+    ) -> tuple[Float[Array, "B T V"], AttendingCache, Seen]:
+        return self._by_row(functools.partial(super().watched, observe=observe, taps=taps), tokens, positions, cache)
 
-    def observed(
-        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: AttendingCache
-    ) -> tuple[Float[Array, "B T V"], AttendingCache, tuple[Float[Array, "B K T C"], ...]]:
-        return self._by_row(super().observed, tokens, positions, cache)
-
-    def _by_row(self, one_row: Callable, tokens: Array, positions: Array, cache: Any) -> tuple[Array, Any, tuple[Array, ...]]:
+    def _by_row(self, one_row: Callable, tokens: Array, positions: Array, cache: Any) -> tuple[Array, Any, Seen]:
         B, T = tokens.shape
         if T > WIDTH:
             raise ValueError(f"a pass of {T} tokens; with passes of one shape it should have at most {WIDTH}")
@@ -83,12 +83,12 @@ class UniformModel(ViewedModel):
             raise ValueError("a pass of one shape is over a cache whose rows share no pages")
         never = cache.lengths.total[0] < 0
 
-        def passed(tokens: Array, positions: Array, row: Any) -> tuple[Array, tuple, tuple[Array, ...]]:
+        def passed(tokens: Array, positions: Array, row: Any) -> tuple[Array, tuple, Seen]:
             with fixed_order():
-                logits, row, masses = one_row(tokens, positions, row)
-            return logits, row.layers, masses
+                logits, row, seen = one_row(tokens, positions, row)
+            return logits, row.layers, seen
 
-        def results(b: Array, layers: tuple) -> tuple[Array, tuple, tuple[Array, ...]]:
+        def results(b: Array, layers: tuple) -> tuple[Array, tuple, Seen]:
             return alone(passed, *of_row((tokens, positions, cache.with_layers(layers)), b), never=never)
 
         def step(b: Array, found: tuple) -> tuple:
@@ -96,5 +96,6 @@ class UniformModel(ViewedModel):
 
         shapes = jax.eval_shape(results, jnp.int32(0), cache.layers)
         empty = jax.tree.map(lambda x: jnp.zeros((B, *x.shape[1:]), x.dtype), (shapes[0], shapes[2]))
-        logits, layers, masses = lax.fori_loop(0, B, step, (empty[0], cache.layers, empty[1]))
-        return logits[:, :T], cache.advance(layers, T), tuple(mass[:, :, :T] for mass in masses)
+        logits, layers, seen = lax.fori_loop(0, B, step, (empty[0], cache.layers, empty[1]))
+        features = None if seen.features is None else seen.features[:, :T]
+        return logits[:, :T], cache.advance(layers, T), Seen(tuple(mass[:, :, :T] for mass in seen.masses), features)

@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.formats.views import View
-from qspec_jax.models.llama import AttendingCache, Llama
+from qspec_jax.models.llama import AttendingCache, Llama, Seen
 
 
 class Step(Protocol):
@@ -19,7 +19,7 @@ class Step(Protocol):
     ) -> tuple[Float[Array, "B T V"], AttendingCache]:
         """Logits of T tokens per row, and the cache with these tokens.
 
-        The target of a draft that observes must also have a method `observed`, as `ViewedModel` has.
+        The target of a draft that observes, or reads features, must also have a method `watched`, as `ViewedModel` has.
         """
         ...
 
@@ -57,16 +57,28 @@ class ViewedModel:
     def __call__(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: AttendingCache
     ) -> tuple[Float[Array, "B T V"], AttendingCache]:
-        return self.model(tokens, positions, cache, view=self.view)
+        return self.watched(tokens, positions, cache)[:2]
 
-    def observed(
-        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: AttendingCache
-    ) -> tuple[Float[Array, "B T V"], AttendingCache, tuple[Float[Array, "B K T C"], ...]]:
-        """The results of a call, and for each layer without a sliding window the attention mass of each group, in float32."""
-        return self._observed(tokens, positions, cache)
+    def watched(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        cache: AttendingCache,
+        *,
+        observe: bool = False,
+        taps: tuple[int, ...] = (),
+    ) -> tuple[Float[Array, "B T V"], AttendingCache, Seen]:
+        """The results of a call, and what was asked to be seen.
 
-    def _observed(self, tokens: Array, positions: Array, cache: AttendingCache, *, filled: int = 0) -> tuple:
-        """See `observed`. filled: see `Llama.with_masses`."""
-        views = tuple(dataclasses.replace(view, observed=True) for view in self.views)
-        logits, cache, masses = self.model.with_masses(tokens, positions, cache, view=views, filled=filled)
-        return logits, cache, tuple(mass for mass in masses if mass is not None)
+        Args:
+            tokens, positions, cache: see a call.
+            observe: whether `Seen.masses` has those of each layer without a sliding window.
+            taps: see `Llama.watched`.
+        """
+        views = tuple(dataclasses.replace(view, observed=True) for view in self.views) if observe else self.view
+        logits, cache, seen = self.model.watched(tokens, positions, cache, view=views, filled=self.filled(tokens), taps=taps)
+        return logits, cache, dataclasses.replace(seen, masses=tuple(mass for mass in seen.masses if mass is not None))
+
+    def filled(self, tokens: Int[Array, "B T"]) -> int:
+        """The number of tokens that a pass over these is filled up to, see `Llama.watched`; 0: it is not."""
+        return 0
