@@ -54,12 +54,13 @@ def copied(tmp_path):
 step = jax.jit(lambda head, *args: head(*args, view=FULL_PRECISION))
 
 
-def first_pass(head, golden, dtype=jnp.float32):
-    """A pass over the prompts, each token's features with the token after it."""
+def first_pass(head, golden, dtype=jnp.float32, begin=0):
+    """A pass over the prompts from this position on, each token's features with the token after it."""
     tokens = jnp.concatenate([golden["input_ids"][:, 1:], golden["next_ids"][:, None]], 1)
     batch, n = tokens.shape
-    cache = CacheConfig("full").empty(head.config, batch=batch, capacity=n + DRAFTS, num_speculative_tokens=1, dtype=dtype)
-    return step(head, head.fused(golden["features"]), tokens, jnp.broadcast_to(jnp.arange(n), (batch, n)), cache)
+    cache = CacheConfig("full").empty(head.config, batch=batch, capacity=n + DRAFTS, num_speculative_tokens=n, dtype=dtype)
+    positions = jnp.broadcast_to(jnp.arange(begin, n), (batch, n - begin))
+    return step(head, head.fused(golden["features"][:, begin:]), tokens[:, begin:], positions, cache)
 
 
 def chain(head, golden):
@@ -202,6 +203,21 @@ def test_further_layers_are_plain(target, golden, copied):
     head = load_head(directory, target)
     assert head.config.num_layers == 2
     assert close(first_pass(head, golden)[0], golden[f"{SPECULATORS}.first_pass_logits"])
+
+
+def test_a_window_of_a_llama_layer(target, golden, copied):
+    """The last tokens of the prompts in a window of 12 are predicted as after the last 12 pairs alone."""
+    directory = copied(SPECULATORS)
+    layers(layer_types=["sliding_attention"], sliding_window=12, use_sliding_window=True)(directory)
+    windowed, full = load_head(directory, target), load_head(HEADS / SPECULATORS, target)
+    assert (windowed.config.windowed_layers, windowed.config.sliding_window) == ((0,), 12)
+    whole = first_pass(windowed, golden)[0][:, -1]
+    assert close(whole, first_pass(full, golden, begin=28)[0][:, -1])
+    assert not close(whole, golden[f"{SPECULATORS}.first_pass_logits"][:, -1])
+    layers(sliding_window=4096)(directory)
+    assert load_head(directory, target).config.sliding_window == 4096  # longer than its positions
+    layers(layer_types=["full_attention"])(directory)
+    assert load_head(directory, target).config == full.config
 
 
 def test_own_sizes(target, copied):
@@ -367,6 +383,7 @@ MISTAKES = [
     (SPECULATORS, layers(num_attention_heads=3), ("transformer_layer_config: num_attention_heads 3",)),
     (SPECULATORS, layers(hidden_act="gelu"), ("transformer_layer_config: hidden_act gelu",)),
     (SPECULATORS, layers(intermediate_size=96), ("layers.0.mlp.up_proj.weight has shape [128, 64], should have [96, 64]",)),
+    (SPECULATORS, layers(layer_types=["sliding_attention"]), ("transformer_layer_config: sliding_window is missing",)),
     (SPECULATORS, layers(attention_bias=True), ("missing layers.0.self_attn.k_proj.bias",)),
     (NORMED, config(fc_norm=False), ("unexpected fc_norm.0.weight",)),
     (WHOLE, tensors(lambda t: t.pop("layers.0.self_attn.q_norm.weight")), ("missing layers.0.self_attn.q_norm.weight",)),

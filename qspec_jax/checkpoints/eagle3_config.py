@@ -1,5 +1,6 @@
 """The config.json of an EAGLE-3 head, as SpecForge, speculators or ModelOpt writes it, read and checked against the target's config."""
 
+import dataclasses
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,11 +12,14 @@ from qspec_jax.files import read_json
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.config_values import Values
 from qspec_jax.models.eagle3 import Eagle3Config
+from qspec_jax.models.families import ARCHITECTURES, FROM
+from qspec_jax.models.sliding_layers import read_window
 
 _MIN_LAYERS = 7  # of a target whose taps by default are different and in order
 _KIND, _LAYERS, _LEGACY_FC_NORM = "speculators_model_type", "transformer_layer_config", "use_aux_norm"
 _NESTED = "eagle_config"
 _MODEL_TYPES = "llama", "qwen3"  # of the head's layers
+_WINDOWS = "layer_types", "sliding_window", "use_sliding_window", "max_window_layers"
 # Keys that list layers of the target, within another key or at the top level, and what to add to get indices of residual streams.
 _TAPS = (
     (None, "eagle_aux_hidden_state_layer_ids", 0),
@@ -134,8 +138,12 @@ def _layers(values: Values) -> LlamaConfig:
     if (model_type := raw.get("model_type")) not in _MODEL_TYPES:
         raise InputError(f"{source}: model_type {flat(str(model_type))} is not supported for a head; {either(_MODEL_TYPES)} is")
     # The names of architectures are heads' here, and whether tensors are tied to the target's is seen from those that are there.
-    layers = {key: value for key, value in raw.items() if key != "architectures"} | {"tie_word_embeddings": False}
-    return LlamaConfig.from_hf(layers, source=source)
+    plain = {key: value for key, value in raw.items() if key not in ("architectures", *_WINDOWS)} | {"tie_word_embeddings": False}
+    config = LlamaConfig.from_hf(plain, source=source)
+    # A head may have a window where Llama has none, and one as long as its positions counts too: the target's text may be longer.
+    rule = dataclasses.replace(ARCHITECTURES[config.architecture], window_rule=FROM)
+    found, window = read_window(Values(raw, source), rule, config.num_layers, ())
+    return dataclasses.replace(config, sliding_layers=found, sliding_window=window)
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:
