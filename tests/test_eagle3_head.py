@@ -350,7 +350,7 @@ MISTAKES = [
     (SPECFORGE, config(architectures=["LlamaForCausalLM"], draft_vocab_size=...), ("LlamaForCausalLM is no EAGLE-3 head",)),
     (SPECFORGE, config(architectures=["DFlashDraftModel"], draft_vocab_size=...), ("DFlashDraftModel is no EAGLE-3 head",)),
     (SPECFORGE, config(model_type="llama4"), ("model_type llama4", "llama or qwen3")),
-    (SPECFORGE, config(model_type=...), ("model_type None", "llama or qwen3")),
+    (SPECFORGE, config(model_type=...), ("model_type is missing", "llama or qwen3")),
     (SPECFORGE, config(hidden_size=96, head_dim=32), ("hidden_size is 96, should be 64",)),
     (SPECFORGE, config(target_hidden_size=128), ("target_hidden_size is 128, should be 64",)),
     (SPECFORGE, config(vocab_size=512), ("vocab_size is 512, should be 320",)),

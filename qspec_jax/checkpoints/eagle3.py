@@ -55,7 +55,6 @@ def load_head(directory: str | Path, target: Llama, *, dtype: str | None = None)
     tensors = _tensors(directory)
     names = _names(settings, tensors)
     _check(directory, settings, names, tensors, targets)
-
     ids = _target_ids(tensors[names["target_ids"]], settings) if names["target_ids"] in tensors else None
 
     def read(path: str) -> np.ndarray:

@@ -136,7 +136,8 @@ def _layers(values: Values) -> LlamaConfig:
             raise values.error(f"{_LAYERS} is missing, the settings of the head's layers")
         source = f"{source}: {_LAYERS}"
     if (model_type := raw.get("model_type")) not in _MODEL_TYPES:
-        raise InputError(f"{source}: model_type {flat(str(model_type))} is not supported for a head; {either(_MODEL_TYPES)} is")
+        what = "is missing" if model_type is None else f"{flat(str(model_type))} is not supported for a head"
+        raise InputError(f"{source}: model_type {what}; it should be {either(_MODEL_TYPES)}")
     # The names of architectures are heads' here, and whether tensors are tied to the target's is seen from those that are there.
     plain = {key: value for key, value in raw.items() if key not in ("architectures", *_WINDOWS)} | {"tie_word_embeddings": False}
     config = LlamaConfig.from_hf(plain, source=source)
