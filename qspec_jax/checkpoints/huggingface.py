@@ -212,7 +212,7 @@ class Source(WeightSource):
         for name in self.files.names:
             path = self.directory / name
             if not path.is_file():
-                raise InputError(f"{path}: missing{_why_missing(path, self.directory, self.files)}")
+                raise InputError(f"{path}: missing{why_missing(path, self.directory, self.files)}")
             found = read_header(path)
             self._names_in[name] = found.keys()
             self.twice += [
@@ -330,7 +330,7 @@ class Source(WeightSource):
             raise InputError(f"{self.directory}: the checkpoint does not fit its config: {'; '.join(wrong)}")
 
 
-def _why_missing(path: Path, directory: Path, files: WeightFiles) -> str:
+def why_missing(path: Path, directory: Path, files: WeightFiles) -> str:
     """The end of a sentence on a file of weights that is missing: the reason, or what to give."""
     if path.is_symlink():
         return "; it is a link to a file that is not there: fetch it again"

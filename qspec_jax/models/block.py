@@ -104,13 +104,15 @@ class Block(nnx.Module):
     Args:
         config, make, axis: see `Llama`.
         layer: the number of the layer.
+        input_size: channels of the input of the projections of queries, keys and values; None: the hidden size.
 
     Attributes:
         window: the number of tokens that a token attends to, itself included; None: all.
     """
 
-    def __init__(self, config: LlamaConfig, make: MakeWeight, layer: int, axis: str | None = None):
+    def __init__(self, config: LlamaConfig, make: MakeWeight, layer: int, axis: str | None = None, *, input_size: int | None = None):
         c, D, F, H = config, config.hidden_size, config.intermediate_size, config.head_dim
+        E = D if input_size is None else input_size
         eps, path = config.rms_norm_eps, f"layers.{layer}"
         self.head_dim, self.axis, self.is_fusable = H, axis, config.is_fusable
         self.window, self._rope = c.sliding_window if layer in c.windowed_layers else None, c.rope_of(layer)
@@ -120,9 +122,9 @@ class Block(nnx.Module):
 
         before, after, of_stream = c.norms != OUTPUT, c.norms != INPUT, stream_eps(c)
         self.input_norm = norm("input_norm", before, eps=of_stream)
-        self.q_proj = Linear(make, f"{path}.q_proj", (c.num_heads * H, D), bias=c.qkv_bias)
-        self.k_proj = Linear(make, f"{path}.k_proj", (c.num_kv_heads * H, D), bias=c.qkv_bias)
-        self.v_proj = Linear(make, f"{path}.v_proj", (c.num_kv_heads * H, D), bias=c.qkv_bias)
+        self.q_proj = Linear(make, f"{path}.q_proj", (c.num_heads * H, E), bias=c.qkv_bias)
+        self.k_proj = Linear(make, f"{path}.k_proj", (c.num_kv_heads * H, E), bias=c.qkv_bias)
+        self.v_proj = Linear(make, f"{path}.v_proj", (c.num_kv_heads * H, E), bias=c.qkv_bias)
         self.q_norm = norm("q_norm", c.qk_norm in (HEAD, HEAD_AFTER_ROPE), H)
         self.k_norm = norm("k_norm", c.qk_norm in (HEAD, HEAD_AFTER_ROPE), H)
         self.q_width_norm = norm("q_width_norm", c.qk_norm == WIDTH, c.num_heads * H, axis=axis)
@@ -171,7 +173,7 @@ class Block(nnx.Module):
         """The input of the MLP. x: the residual stream, with what attention adds to it."""
         return x if self.post_attention_norm is None else self.post_attention_norm(x)
 
-    def qkv(self, h: Float[Array, "B T D"]) -> Float[Array, "B T channels"]:
+    def qkv(self, h: Float[Array, "B T E"]) -> Float[Array, "B T channels"]:
         """Heads of queries, then of keys and of values, without RoPE."""
         return self._finish_qkv(linear(h, _weights(self.q_proj, self.k_proj, self.v_proj)))
 
