@@ -26,7 +26,7 @@ from qspec_jax.decoding.round import CurrentRound, decode
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.drafts import make_draft, quantspec, registry
 from qspec_jax.drafts.cascade import CascadeDraft
-from qspec_jax.drafts.draft import Draft, Proposal, StepwiseDraft, propose_by_steps
+from qspec_jax.drafts.draft import Draft, Proposal, StepwiseDraft, Taps, propose_by_steps
 from qspec_jax.drafts.quantspec import QuantSpecDraft
 from qspec_jax.drafts.registry import DRAFTS as REGISTRY
 from qspec_jax.drafts.registry import parse_draft
@@ -122,7 +122,15 @@ class Adversary(Draft):
     that it will draw the same from these two, though they look equally likely.
     """
 
-    observes = True
+    reads: str = dataclasses.field(default="masses", metadata={"static": True})
+
+    @property
+    def observes(self):
+        return self.reads == "masses"
+
+    @property
+    def taps(self):
+        return Taps((0,), 0, 1) if self.reads == "features" else None
 
     def begin(self, prompt):
         return jnp.full(prompt.tokens.shape[0], -1)
@@ -137,10 +145,11 @@ class Adversary(Draft):
         return proposal, state, cache
 
     def commit(self, state, result, cache):
-        second = result.masses[0][:, 0, 2]
+        second = result.masses[0][:, 0, 2] if self.observes else result.features[:, 2]
         return jnp.where(second.sum(-1) > 0, second.argmax(-1), -1)
 
 
+@pytest.mark.parametrize("reads", ["masses", "features"])
 @pytest.mark.parametrize(
     ("options", "masked"),
     [
@@ -150,13 +159,14 @@ class Adversary(Draft):
     ],
     ids=str,
 )
-def test_observations_of_rejected_drafts_are_hidden(options, masked, monkeypatch):
+def test_observations_of_rejected_drafts_are_hidden(options, masked, reads, monkeypatch):
     if not masked:
-        monkeypatch.setattr(rounds, "seen_by_accepted", lambda masses, kept: masses)
+        for name in ("seen_by_accepted", "of_accepted"):
+            monkeypatch.setattr(rounds, name, lambda seen, kept: seen)
     loop = jax.jit(lambda *args: decode(*args))  # of its own, since jit remembers what it has traced
     p, sampler = filtered(TABLE, **options), make_sampler(GenerationConfig(**options))
     state = jnp.full(ROWS, -1)
-    counts = counted(Observed(jnp.asarray(TABLE)), Adversary(), sampler, length=3, loop=loop, draft_state=state)
+    counts = counted(Observed(jnp.asarray(TABLE)), Adversary(reads), sampler, length=3, loop=loop, draft_state=state)
     chance = p_value(counts, p[0][:, None, None] * p[:, :, None] * p)
     assert chance > 1e-3 if masked else chance < 1e-6
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from heads import random_head
 from markov import Markov, MarkovDraft, MarkovSteps
 from runs import prepared, random_model, random_prompts, run_rounds, with_draft
 from tiers import in_system
@@ -30,6 +31,7 @@ from qspec_jax.decoding.state import LENGTH
 from qspec_jax.drafts import make_draft, quantspec
 from qspec_jax.drafts.cascade import CascadeDraft
 from qspec_jax.drafts.combine import CombinedDraft
+from qspec_jax.drafts.eagle3 import Eagle3Draft
 from qspec_jax.drafts.prompt_lookup import PromptLookupDraft
 from qspec_jax.drafts.quantspec import QuantSpecDraft
 from qspec_jax.drafts.small_model import SmallModelDraft
@@ -166,6 +168,10 @@ def drafts(model):
         "small model": SmallModelDraft(second),
         # Each is used in some rounds, and lacks what the other proposed.
         "a lookup or a window": CombinedDraft(make_draft("prompt-lookup:longest=2,shortest=2", model), SmallModelDraft(second, 2, G)),
+        "a head": Eagle3Draft(random_head(model), 2, 9),
+        "a head before sparse": CascadeDraft(
+            Eagle3Draft(random_head(model, tokens=32), 2, 9), make_draft("sparse:budget=0.2,min_groups=2,weight_bits=16", model)
+        ),
         "a lookup before sparse": make_draft(
             "cascade:first=prompt-lookup,middle=(sparse:budget=0.2,min_groups=2,weight_bits=16),first_gamma=3", model
         ),
@@ -174,8 +180,8 @@ def drafts(model):
     }
 
 
-CASCADES = ["two levels", "triforce", "a lookup before sparse", "sparse before quantspec"]
-KINDS = [*OTHERS, *CASCADES, "small model", "a lookup or a window", "a lookup or sparse"]
+CASCADES = ["two levels", "triforce", "a lookup before sparse", "a head before sparse", "sparse before quantspec"]
+KINDS = [*OTHERS, *CASCADES, "a head", "small model", "a lookup or a window", "a lookup or sparse"]
 # One that the model itself makes, and one that needs no model; others, in batches whose rows are replaced: test_drafts.py.
 FIRST = (OTHERS[0], "prompt-lookup")
 

@@ -27,6 +27,8 @@ from qspec_jax.drafts.prompt_lookup import PromptLookupSettings
 from qspec_jax.drafts.sparse import SparseSettings
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
+from qspec_jax.models.skipping import NO_LAYERS, Deferred
+from qspec_jax.models.viewed import ViewedModel
 from qspec_jax.settings_text import check_settings, setting
 
 SMALL, MIDDLE = range(2)  # of `PARTS`: whose token one of the round is
@@ -60,6 +62,9 @@ class CascadeDraft(DraftOfTwo):
                 "draft first should need nothing of the target's cache, as prompt-lookup and small-model do, or be one of quantspec and "
                 "sparse in front of such a middle"
             )
+        skipped = getattr(self.middle, "skipped", NO_LAYERS)
+        if self.first.taps and (isinstance(skipped, Deferred) or skipped):
+            raise InputError("draft middle should skip no layers in front of a draft that reads features, such as eagle3")
 
     def at_once(self, gamma: int) -> int:
         """How many tokens the first draft drafts at a time in rounds of gamma.
@@ -111,14 +116,15 @@ class CascadeDraft(DraftOfTwo):
             done, tokens, distributions, by, stepped, first, drafts = carry
             here = level.advanced(tokens, done)
             block = jnp.concatenate([here.pending[:, None], drafts.tokens], 1)
-            logits, stepped = model(block, here.position[:, None] + jnp.arange(width), stepped)
+            logits, stepped, features = self._verified(model, block, here.position[:, None] + jnp.arange(width), stepped)
             accepted, own_token = here.verify(logits, drafts)
             of_first = jnp.arange(width) < accepted[:, None]
             new = jnp.where(of_first, jnp.roll(block, -1, 1), own_token[:, None])
             came = jnp.where(done < current.eligible, accepted + 1, 0)
             drafted, accepted_drafts = jnp.where(came > 0, drafts.eligible, 0), jnp.minimum(accepted, came)
             if self.first.independent:  # another's state says what it reads in the whole round
-                result = RoundResult(new, came, drafted, accepted_drafts, jnp.zeros_like(came))
+                kept = None if features is None else jnp.where((jnp.arange(width) < came[:, None])[..., None], features, 0)
+                result = RoundResult(new, came, drafted, accepted_drafts, jnp.zeros_like(came), features=kept)
                 first = self.first.commit(first, result, cache)
             tokens = put(tokens, new, done)
             distributions = put(distributions, here.distributions(logits, drafts.tokens), done)
@@ -138,6 +144,15 @@ class CascadeDraft(DraftOfTwo):
         # compares these drafts with the emitted tokens, and its model reads the others again in the next round.
         tokens, distributions, by = (x[:, : current.gamma] for x in (tokens, distributions, by))
         return Proposal(tokens, distributions, current.eligible, by=by), (began, middle), cache
+
+    def _verified(
+        self, model: ViewedModel, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: AppendedCache
+    ) -> tuple[Float[Array, "B T V"], AppendedCache, Float[Array, "B T F"] | None]:
+        """A pass of the middle, and the features that the first draft reads: until the target has verified, they stand for its own."""
+        if self.first.taps is None:
+            return *model(tokens, positions, cache), None
+        logits, cache, seen = model.watched(tokens, positions, cache, taps=self.first.taps.layers)
+        return logits, cache, seen.features
 
     def _by(self, drafts: Proposal, of_first: Array) -> Int[Array, "B T"]:
         """Whose each token of a block is, an index of `proposers`: the first draft's come before the middle."""

@@ -14,6 +14,7 @@ from qspec_jax.caches.prefill import prefill
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.drafts.draft import Prompt
 from qspec_jax.drafts.sink_window import SinkWindow
+from qspec_jax.models.eagle3 import Eagle3Head
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
 
@@ -34,7 +35,7 @@ class OwnText(abc.ABC):
         """The position that the model gives to the next token."""
 
     @abc.abstractmethod
-    def keep(self, model: Llama, fed: AppendedCache, count: Int[Array, "B"], most: int) -> Self:
+    def keep(self, model: Llama | Eagle3Head, fed: AppendedCache, count: Int[Array, "B"], most: int) -> Self:
         """The texts with the first count[b] of at most `most` tokens that were appended. fed: the cache after that."""
 
 
@@ -59,7 +60,7 @@ class WholeText(OwnText):
     def position(self) -> Int[Array, "B"]:
         return self.read_so_far
 
-    def keep(self, model: Llama, fed: AppendedCache, count: Int[Array, "B"], most: int) -> Self:
+    def keep(self, model: Llama | Eagle3Head, fed: AppendedCache, count: Int[Array, "B"], most: int) -> Self:
         return WholeText(fed.rollback(longer(self.cache.lengths, count)))
 
     def can_cut(self, length: Int[Array, "B"]) -> Bool[Array, "B"]:
@@ -92,6 +93,12 @@ class Window(SinkWindow, OwnText):
         at = jnp.where(column < sinks, column, column + skipped[:, None])
         tokens = jnp.take_along_axis(prompt.tokens, jnp.minimum(at, S - 1), 1)
         _, read = prefill(model, tokens, n, _empty(model, n.shape[0], width, 0))
+        return cls.of(read, n, skipped, appended, sinks=sinks, window=window)
+
+    @classmethod
+    def of(cls, read: Cache, n: Int[Array, "B"], skipped: Int[Array, "B"], appended: int, *, sinks: int, window: int) -> Self:
+        """The texts whose first tokens and most recent ones a full-precision cache holds: n[b] in all, after which there may be others."""
+        size = sinks + window
 
         def rows(x):
             return jnp.pad(x[:, :, :size], ((0, 0), (0, 0), (0, max(0, size - x.shape[2])), (0, 0)))
@@ -109,7 +116,7 @@ class Window(SinkWindow, OwnText):
     def position(self) -> Int[Array, "B"]:
         return self.cache.taken
 
-    def keep(self, model: Llama, fed: AppendedCache, count: Int[Array, "B"], most: int) -> Self:
+    def keep(self, model: Llama | Eagle3Head, fed: AppendedCache, count: Int[Array, "B"], most: int) -> Self:
         rows = self.cache.rows[:, None] + jnp.arange(most)
         return dataclasses.replace(self, cache=fed).take_in(model, [layer.read(rows[:, None]) for layer in fed.layers], count)
 

@@ -12,6 +12,7 @@ from qspec_jax.drafts.cascade import CascadeSettings
 from qspec_jax.drafts.chunk_means import ChunkMeansSettings
 from qspec_jax.drafts.combine import CombinedSettings
 from qspec_jax.drafts.draft import Draft, DraftSettings, checkpoints_of, needs_full_layers
+from qspec_jax.drafts.eagle3 import Eagle3Settings
 from qspec_jax.drafts.exact_topk import ExactTopKSettings
 from qspec_jax.drafts.h2o import H2ODraftSettings
 from qspec_jax.drafts.int4 import int4_model
@@ -44,6 +45,7 @@ DRAFTS: dict[str, type[DraftSettings]] = {
     "cascade": CascadeSettings,
     "triforce": TriForceSettings,
     "small-model": SmallModelSettings,
+    "eagle3": Eagle3Settings,
     "prompt-lookup": PromptLookupSettings,
     "combine": CombinedSettings,
     "exact-topk": ExactTopKSettings,

@@ -12,6 +12,7 @@ from qspec_jax.caches.cache import KeysValues
 from qspec_jax.caches.compact import CompactCache
 from qspec_jax.models import rope
 from qspec_jax.models.block import Angles
+from qspec_jax.models.eagle3 import Eagle3Head
 from qspec_jax.models.llama import Llama
 
 
@@ -29,7 +30,7 @@ class SinkWindow:
     cache: CompactCache
     sinks: tuple[Float[Array, "B K S H"], ...]
 
-    def take_in(self, model: Llama, tokens: Sequence[KeysValues], count: Int[Array, "B"]) -> Self:
+    def take_in(self, model: Llama | Eagle3Head, tokens: Sequence[KeysValues], count: Int[Array, "B"]) -> Self:
         """Takes in the first count[b] of T tokens as `CompactCache.take_in` does, and moves the sinks on. model: the one whose keys these
         are."""
         number = self.cache.taken[:, None]
@@ -42,7 +43,7 @@ class SinkWindow:
         sinks = tuple(with_arrived(held, keys) for held, (keys, _) in zip(self.sinks, tokens))
         return dataclasses.replace(self, cache=self.cache.take_in(tokens, count), sinks=sinks).moved(model, count > 0)
 
-    def moved(self, model: Llama, changed: Bool[Array, "B"]) -> Self:
+    def moved(self, model: Llama | Eagle3Head, changed: Bool[Array, "B"]) -> Self:
         """With the sinks right before the window, in the rows that have changed; nothing is written in the others."""
         if not self.sinks:
             return self

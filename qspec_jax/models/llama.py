@@ -148,7 +148,7 @@ class Llama(nnx.Module):
         positions: Int[Array, "B T"],
         cache: AttendingCache,
         *,
-        view: View | tuple[View, ...],
+        view: View | tuple[View, ...] = BOTH_PLANES,
         lengths: Int[Array, "B T"] | None = None,
         filled: int = 0,
         taps: tuple[int, ...] = (),

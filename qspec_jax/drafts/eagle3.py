@@ -1,0 +1,163 @@
+"""The EAGLE-3 draft: a trained head of a layer or a few, which reads the target's hidden states (arXiv 2503.01840).
+
+At position p the head reads a pair: the target's features of the token there, and the token of position p + 1. Of a text it reads the first
+pairs and the most recent ones, numbered without a gap: over a whole long text, or at positions beyond those of its training, drafts of such
+heads are hardly ever accepted. In a round it reads the pairs that came since the last one, then drafts one token after the other from what
+it fed back. The passes over drafts are not kept: after verification their pairs are read again, with the target's own features.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.formats.kv_cache import Lengths
+from pallas_kernels.formats.views import FULL_PRECISION
+from qspec_jax.caches.cache import AppendedCache, Cache
+from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.checkpoints.eagle3 import load_head
+from qspec_jax.drafts.draft import Draft, Prompt, Proposal, Round, RoundResult, Taps, propose_by_steps
+from qspec_jax.drafts.own_cache import Window
+from qspec_jax.errors import InputError
+from qspec_jax.models.eagle3 import Eagle3Head
+from qspec_jax.models.llama import Llama
+from qspec_jax.settings_text import check_settings, setting
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HeadState:
+    """The pairs that the head has read, and those that it is to read.
+
+    Attributes:
+        own: its keys and values of the first pairs and the most recent ones.
+        hidden: the fused features of the pairs to read.
+        tokens: the token of each of these pairs but the last, whose token is the pending one.
+        count: the number of these pairs; 0 where no features of the row's last token are known.
+    """
+
+    own: Window
+    hidden: Float[Array, "B W D"]
+    tokens: Int[Array, "B W"]
+    count: Int[Array, "B"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FedBack:
+    """The head's cache, and the hidden states that it fed back for its next pass."""
+
+    cache: AppendedCache
+    hidden: Float[Array, "B 1 D"]
+
+    @property
+    def lengths(self) -> Lengths:
+        return self.cache.lengths
+
+    def rollback(self, lengths: Lengths) -> Self:
+        return dataclasses.replace(self, cache=self.cache.rollback(lengths))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Eagle3Draft(Draft):
+    """Single-token steps of a head, each from the hidden states of the one before.
+
+    sinks, window: how many of the first and of the most recent pairs the head reads.
+    """
+
+    head: Eagle3Head
+    sinks: int = dataclasses.field(metadata={"static": True})
+    window: int = dataclasses.field(metadata={"static": True})
+
+    independent = True
+
+    @property
+    def taps(self) -> Taps:
+        return Taps(self.head.taps, self.sinks, self.window + 1)
+
+    def made_for(self) -> tuple[tuple[str, int], ...]:
+        return ("vocab_size", self.head.config.vocab_size), ("hidden_size", self.head.settings.target_hidden_size)
+
+    def begin(self, prompt: Prompt) -> HeadState:
+        head, n, size, width = self.head, prompt.n, self.sinks + self.window, prompt.gamma + 1
+        B = n.shape[0]
+        known = jnp.zeros_like(n) if prompt.features is None else jnp.ones_like(n)
+        features = jnp.zeros((B, size + 1, head.settings.feature_size), head.dtype) if prompt.features is None else prompt.features
+        hidden, at = head.fused(features), self.taps.of_prompt(n)
+        tokens = jnp.take_along_axis(prompt.tokens, jnp.minimum(at + 1, prompt.tokens.shape[1] - 1), 1)
+        # The pair of the last token waits for the token after it. No pass is longer than the window, so that none looks beyond it.
+        config = dataclasses.replace(head.config, sliding_layers=(), sliding_window=None)
+        empty = CacheConfig("full").empty(config, batch=B, capacity=size, num_speculative_tokens=0, dtype=head.dtype)
+        positions = jnp.broadcast_to(jnp.arange(size), (B, size))
+        *_, read = head(hidden[:, :size], tokens[:, :size], positions, empty, view=FULL_PRECISION)
+        pairs = known * jnp.minimum(n - 1, size)
+        own = Window.of(read, pairs, n - 1 - pairs, width, sinks=self.sinks, window=self.window)
+        last = jnp.take_along_axis(hidden, jnp.minimum(n - 1, size)[:, None, None], 1)
+        return HeadState(own, jnp.pad(last, ((0, 0), (0, width - 1), (0, 0))), jnp.zeros((B, width), jnp.int32), known)
+
+    def propose(self, state: HeadState, cache: Cache, current: Round) -> tuple[Proposal, HeadState, Cache]:
+        head, width = self.head, state.hidden.shape[1]
+        column, last = jnp.arange(width), jnp.maximum(state.count - 1, 0)
+        tokens = jnp.where(column == last[:, None], current.pending[:, None], state.tokens)
+        positions = state.own.position[:, None] + column
+        logits, fed_back, fed = head(state.hidden, tokens, positions, state.own.cache, view=FULL_PRECISION)
+        own = state.own.keep(head, fed, state.count, width)
+        first, hidden = (jnp.take_along_axis(x, last[:, None, None], 1) for x in (logits, fed_back))
+
+        def step(tokens, positions, carried):
+            # The pair of a token is at the position before it.
+            at = own.position[:, None] + positions - current.position[:, None] - 1
+            logits, hidden, appended = head(carried.hidden, tokens, at, carried.cache, view=FULL_PRECISION)
+            return head.in_targets_vocabulary(logits), FedBack(appended, hidden)
+
+        carried = FedBack(own.cache, hidden)
+        proposal, carried = propose_by_steps(step, carried, current, first=head.in_targets_vocabulary(first[:, 0]))
+        own = dataclasses.replace(own, cache=carried.cache)
+        knows = state.count > 0
+        foreseen = jnp.where(knows, current.eligible, 0)
+        proposal = dataclasses.replace(proposal, eligible=jnp.where(knows, proposal.eligible, 0), foreseen=foreseen)
+        return proposal, dataclasses.replace(state, own=own, count=jnp.zeros_like(state.count)), cache
+
+    def commit(self, state: HeadState, result: RoundResult, cache: Cache) -> HeadState:
+        came, more = (result.count > 0)[:, None], state.hidden.shape[1] - result.tokens.shape[1]
+        hidden = jnp.pad(self.head.fused(result.features), ((0, 0), (0, more), (0, 0)))
+        return HeadState(
+            state.own,
+            jnp.where(came[..., None], hidden, state.hidden),
+            jnp.where(came, jnp.pad(result.tokens, ((0, 0), (0, more))), state.tokens),
+            jnp.where(came[:, 0], result.count, state.count),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Settings:
+    """The checkpoint, of a head that was trained for the target, has config.json and safetensors, as SpecForge and speculators write it. A
+    head with a sliding window reads no more than that window, and no first tokens."""
+
+    model: str = setting("", "The head's checkpoint: a directory, or ORG/NAME on the Hub.")
+    sinks: int = setting(4, "How many of the text's first tokens the head reads.", minimum=0)
+    window: int = setting(1020, "How many of its most recent tokens it reads.", minimum=1)
+
+    def __post_init__(self):
+        if not self.model:
+            raise InputError("the eagle3 draft needs a head: eagle3:model=DIR")
+        check_settings("draft", self)
+
+    @property
+    def checkpoints(self) -> tuple[str, ...]:
+        """The checkpoints that it reads besides the target's."""
+        return (self.model,)
+
+    def make(self, model: Llama, int4: Callable[[], Llama]) -> Eagle3Draft:
+        """The draft of a model. Raises InputError as `load_head` does, and for a window that is longer than the head's positions."""
+        head = load_head(self.model, model)
+        if (own := head.config.sliding_window) is not None and head.config.windowed_layers:
+            return Eagle3Draft(head, 0, min(self.window, own))
+        if self.sinks + self.window > (most := head.config.max_length):
+            given = f"draft sinks {self.sinks} and window {self.window}"
+            raise InputError(f"{given} should together be at most the {most} positions of {self.model}")
+        return Eagle3Draft(head, self.sinks, self.window)

@@ -1,0 +1,183 @@
+"""The draft of an EAGLE-3 head: its features, windows and first drafts. That its output is the target's: test_exactness.py."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from heads import head_config, random_head
+from runs import prepared, random_model, random_prompts, with_draft
+from safetensors.numpy import save_file
+from test_eagle3_head import HEADS, NAMES, close
+
+from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.checkpoints.loading import load_model
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.generate import generate
+from qspec_jax.decoding.reading import extend, prefill
+from qspec_jax.decoding.round import current_round, propose
+from qspec_jax.decoding.sampling import Greedy
+from qspec_jax.drafts.cascade import CascadeDraft
+from qspec_jax.drafts.combine import CombinedDraft
+from qspec_jax.drafts.eagle3 import Eagle3Draft
+from qspec_jax.drafts.registry import make_draft
+from qspec_jax.errors import InputError
+
+FULL = GenerationConfig(draft="none", cache="full", max_new_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def golden():
+    with np.load(HEADS / "golden.npz") as arrays:
+        return dict(arrays)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return load_model(HEADS / "eagle3-target", dtype="float32")
+
+
+def next_drafts(draft, state, limits):
+    """The tokens that a draft proposes in the round after a state."""
+    return np.asarray(propose(draft, state.draft, state.cache, current_round(Greedy(), state, limits))[0].tokens)
+
+
+def test_features_are_the_residual_streams(target, golden):
+    tokens = jnp.asarray(golden["input_ids"])
+    B, T = tokens.shape
+    cache = CacheConfig("full").empty(target.config, batch=B, capacity=T, num_speculative_tokens=T, dtype=jnp.float32)
+    seen = []
+    for at in range(0, T, 8):
+        _, cache, found = target.watched(tokens[:, at : at + 8], jnp.broadcast_to(jnp.arange(at, at + 8), (B, 8)), cache, taps=(2, 4, 5))
+        seen.append(found.features)
+    assert close(jnp.concatenate(seen, 1), golden["features"])
+
+
+def test_the_last_tap_is_what_the_last_layer_leaves():
+    model = random_model(jnp.float32)
+    cache = CacheConfig("full").empty(model.config, batch=1, capacity=4, num_speculative_tokens=4, dtype=jnp.float32)
+    logits, _, seen = model.watched(jnp.arange(4)[None], jnp.arange(4)[None], cache, taps=(0, 2))
+    embedded, left = jnp.split(seen.features, 2, -1)
+    np.testing.assert_array_equal(embedded, model.embed(jnp.arange(4)[None]))
+    np.testing.assert_allclose(model.logits(left), logits, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_drafts_are_the_goldens(name, target, golden):
+    draft = make_draft(f"eagle3:model={HEADS / name},sinks=4,window=56", target)
+    config = dataclasses.replace(FULL, num_speculative_tokens=5, draft="quantspec")
+    state, _, limits = prepared(target, golden["input_ids"].tolist(), config, draft=draft)
+    np.testing.assert_array_equal(state.pending, golden["next_ids"])
+    np.testing.assert_array_equal(next_drafts(draft, state, limits), golden[f"{name}.chain_ids"])
+
+
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_what_a_head_has_read_by_rounds_is_what_it_reads_at_once(float64, sinks):
+    """Beyond the window, where drafts were accepted and where none were. Drafts are compared where one pair came: of several that are read
+    in one pass the later ones see a longer window."""
+    model, window = random_model(jnp.float64), 9
+    draft = Eagle3Draft(random_head(model, tokens=16), sinks, window)
+    prompts = random_prompts([23, 7, 2])
+    config = dataclasses.replace(FULL, num_speculative_tokens=3, draft="quantspec", temperature=1.5)  # so that drafts are accepted
+    state, step, limits = prepared(model, prompts, config, draft=draft)
+    compared = 0
+    for _ in range(9):
+        state = step(state)
+        if (one := np.asarray(state.draft.count) == 1).any():
+            rows = zip(prompts, np.asarray(state.tokens), np.asarray(state.emitted), strict=True)
+            again, _, more = prepared(model, [[*prompt, *row[: n - 1].tolist()] for prompt, row, n in rows], config, draft=draft)
+            again = dataclasses.replace(again, pending=state.pending)
+            np.testing.assert_array_equal(next_drafts(draft, again, more)[one], next_drafts(draft, state, limits)[one])
+            compared += one.sum()
+    accepted = np.asarray(state.counts.accepted)
+    assert compared > 12 and (accepted > 0).all() and (accepted < 27).all() and (np.asarray(state.draft.own.cache.taken) > window).all()
+
+
+def test_after_more_was_read_the_head_begins_anew(float64):
+    """It proposes nothing in the first round, as the features of the last token are not known."""
+    model, (first, more) = random_model(jnp.float64), random_prompts([30, 11])
+    draft = Eagle3Draft(random_head(model), 2, 9)
+    config = with_draft(dataclasses.replace(FULL, num_speculative_tokens=3), draft)
+    state = extend(prefill(model, first, config=config), more)
+    out = generate(model, [state], config=config)
+    assert out.token_ids == generate(model, [[*first, *more]], config=FULL).token_ids
+    assert 0 < out.stats.num_draft_tokens < 3 * out.stats.num_spec_steps
+
+
+def test_two_that_read_other_features_are_refused():
+    model = random_model(jnp.float32)
+    one, other = Eagle3Draft(random_head(model), 2, 9), Eagle3Draft(random_head(model, taps=(0, 2)), 2, 9)
+    assert CombinedDraft(one, make_draft("prompt-lookup", model)).taps == one.taps
+    with pytest.raises(InputError, match="should read the same ones"):
+        generate(model, random_prompts([9]), config=with_draft(FULL, CombinedDraft(one, other)))
+
+
+def test_a_middle_that_skips_layers_gives_no_features():
+    model = random_model(jnp.float32)
+    with pytest.raises(InputError, match="should skip no layers in front of a draft that reads features"):
+        CascadeDraft(Eagle3Draft(random_head(model), 2, 9), make_draft("quantspec:skip=(1)", model))
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """Of a head for `random_model`, without weights of its own where the target has them."""
+    import json
+
+    model = random_model(jnp.float32)
+    head = random_head(model, tokens=16)
+    (tmp_path / "config.json").write_text(json.dumps(head_config(model, (0, 1), 16)))
+    layer, names = head.layers[0], {}
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        names[f"midlayer.self_attn.{name}.weight"] = getattr(layer, name).weight
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        names[f"midlayer.mlp.{name}.weight"] = getattr(layer, name).weight
+    names |= {"midlayer.input_layernorm.weight": layer.input_norm.weight, "midlayer.hidden_norm.weight": head.hidden_norm.weight}
+    names |= {"midlayer.post_attention_layernorm.weight": layer.post_attention_norm.weight, "norm.weight": head.norm.weight}
+    names |= {"fc.weight": head.fc.weight, "lm_head.weight": head.head, "embed_tokens.weight": head.embedding}
+    tensors = {name: np.asarray(param.get_value()) for name, param in names.items()}
+    tensors["d2t"] = np.asarray(head.target_ids.get_value(), np.int64) - np.arange(16)
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+@pytest.mark.parametrize("draft", ["{}", "combine:prompt-lookup+({})", "cascade:first=({}),middle=quantspec"])
+def test_a_head_by_its_directory(directory, draft):
+    model, prompts = random_model(jnp.float32), random_prompts([30, 11])
+    text = draft.format(f"eagle3:model={directory},window=20")
+    config = dataclasses.replace(FULL, draft=text, cache="int8", group_size=16, num_speculative_tokens=3)
+    out = generate(model, prompts, config=config)
+    assert out.token_ids == generate(model, prompts, config=dataclasses.replace(config, draft="none")).token_ids
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("eagle3", "eagle3:model=DIR"),
+        ("eagle3:model=no/such", "no/such: no such directory"),
+        ("eagle3:model={},window=0", "window 0 should be at least 1"),
+        ("eagle3:model={},window=5000", "sinks 4 and window 5000 should together be at most the 4096 positions"),
+        ("cascade:first=(eagle3:model={}),middle=prompt-lookup", "draft middle should be a draft that only makes steps of a model"),
+        ("cascade:first=snapkv,middle=quantspec", "draft first should need nothing of the target's cache"),
+        ("cascade:first=quantspec,middle=retrieval", "draft first should need nothing of the target's cache"),
+        ("cascade:first_gamma=16", "first_gamma 16 should be from 1 to 15"),
+    ],
+)
+def test_mistakes(directory, text, message):
+    with pytest.raises(InputError, match=message):
+        make_draft(text.format(directory), random_model(jnp.float32))
+
+
+def test_a_head_of_another_target_is_refused(directory):
+    with pytest.raises(InputError, match="target_hidden_size"):
+        make_draft(f"eagle3:model={directory}", random_model(jnp.float32, hidden_size=32, num_attention_heads=2, num_key_value_heads=1))
+
+
+def test_the_head_predicts_its_own_vocabulary_alone():
+    """And probabilities are of the target's ids, on which processors act."""
+    model = random_model(jnp.float32)
+    head = random_head(model, tokens=16)
+    logits = jax.random.normal(jax.random.key(0), (2, 16))
+    wide = np.asarray(head.in_targets_vocabulary(logits))
+    np.testing.assert_array_equal(wide[:, ::4], logits)
+    assert np.isneginf(np.delete(wide, np.arange(0, 64, 4), 1)).all()
