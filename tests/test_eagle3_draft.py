@@ -6,16 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from heads import head_config, random_head
+from heads import random_head, write_head
 from runs import prepared, random_model, random_prompts, with_draft
-from safetensors.numpy import save_file
 from test_eagle3_head import HEADS, NAMES, close
 
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.loading import load_model
+from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.reading import extend, prefill
+from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.round import current_round, propose
 from qspec_jax.decoding.sampling import Greedy
 from qspec_jax.drafts.cascade import CascadeDraft
@@ -121,24 +122,7 @@ def test_a_middle_that_skips_layers_gives_no_features():
 
 @pytest.fixture
 def directory(tmp_path):
-    """Of a head for `random_model`, without weights of its own where the target has them."""
-    import json
-
-    model = random_model(jnp.float32)
-    head = random_head(model, tokens=16)
-    (tmp_path / "config.json").write_text(json.dumps(head_config(model, (0, 1), 16)))
-    layer, names = head.layers[0], {}
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        names[f"midlayer.self_attn.{name}.weight"] = getattr(layer, name).weight
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        names[f"midlayer.mlp.{name}.weight"] = getattr(layer, name).weight
-    names |= {"midlayer.input_layernorm.weight": layer.input_norm.weight, "midlayer.hidden_norm.weight": head.hidden_norm.weight}
-    names |= {"midlayer.post_attention_layernorm.weight": layer.post_attention_norm.weight, "norm.weight": head.norm.weight}
-    names |= {"fc.weight": head.fc.weight, "lm_head.weight": head.head, "embed_tokens.weight": head.embedding}
-    tensors = {name: np.asarray(param.get_value()) for name, param in names.items()}
-    tensors["d2t"] = np.asarray(head.target_ids.get_value(), np.int64) - np.arange(16)
-    save_file(tensors, tmp_path / "model.safetensors")
-    return tmp_path
+    return write_head(tmp_path / "head", random_model(jnp.float32), tokens=16)
 
 
 @pytest.mark.parametrize("draft", ["{}", "combine:prompt-lookup+({})", "cascade:first=({}),middle=quantspec"])
@@ -148,6 +132,19 @@ def test_a_head_by_its_directory(directory, draft):
     config = dataclasses.replace(FULL, draft=text, cache="int8", group_size=16, num_speculative_tokens=3)
     out = generate(model, prompts, config=config)
     assert out.token_ids == generate(model, prompts, config=dataclasses.replace(config, draft="none")).token_ids
+
+
+@pytest.mark.parametrize("settings", [dict(temperature=0.0), dict(temperature=0.9)], ids=str)
+def test_rows_that_are_replaced_are_those_of_a_batch_of_one(directory, settings):
+    model = random_model(jnp.float32)
+    config = dataclasses.replace(FULL, draft=f"eagle3:model={directory},window=20", num_speculative_tokens=3, max_new_tokens=20, **settings)
+    draft = make_draft(config.draft, model)
+    requests = [Request(prompt, with_draft(config, draft), jax.random.key(b)) for b, prompt in enumerate(random_prompts([30, 11, 2, 25]))]
+
+    def found(batch_size):
+        return {result.index: result.token_ids for result in run_batch(model, requests, batch_size=batch_size)}
+
+    assert found(2) == found(1)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from heads import random_head
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from markov import DRAFTS, ROWS, TABLE, WRONG, V, counted, filtered, loop_of_its_own, p_value
@@ -24,6 +25,7 @@ from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.sampling import ACCEPT, DRAFT, TARGET, Greedy, draw_keys, make_sampler, prompt_keys
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.cascade import CascadeDraft
+from qspec_jax.drafts.eagle3 import Eagle3Draft
 from qspec_jax.drafts.small_model import SmallModelDraft
 from qspec_jax.models.viewed import ViewedModel
 
@@ -110,6 +112,8 @@ PATHS = [
     "a window of a second model",
     "triforce with a window of a second model",
     "cascade:first=(sparse:budget=0.2,min_groups=1),middle=(quantspec:weight_bits=16)",
+    "a head",
+    "a head before quantspec",
 ]
 
 
@@ -122,7 +126,7 @@ def test_the_whole_path_on_a_real_cache(draft, each, tiny):
     model, prompt, logits = tiny
     samplers = SAMPLERS[1::2]
     # The last of a round's drafts is the middle's own, so that with one of them the small model would have none.
-    new, gamma = (4, 2) if "triforce" in draft or "cascade" in draft else (3, 1)
+    new, gamma = (4, 2) if any(kind in draft for kind in ("triforce", "cascade", "before")) else (3, 1)
     settings = dict(max_new_tokens=new, group_size=2, num_speculative_tokens=gamma, ignore_eos=True)
     # One object each, and for a draft that is given: thousands of configs take longer to check than their rows to decode.
     configs = [config for options in samplers for config in [beside_draft(GenerationConfig(**settings, **options))] * each]
@@ -131,6 +135,10 @@ def test_the_whole_path_on_a_real_cache(draft, each, tiny):
         made = SmallModelDraft(second, 2, 8) if "window" in draft else SmallModelDraft(second)
         if "triforce" in draft:
             made = CascadeDraft(made, make_draft("retrieval:budget=34,chunk=1,rebuild=0", model))
+    elif "head" in draft:
+        made = Eagle3Draft(random_head(model), 2, 8)
+        if "before" in draft:
+            made = CascadeDraft(made, make_draft("quantspec:weight_bits=16", model))
     else:
         made = make_draft(draft, model)
     engine = Engine.for_configs(model, made, configs, prompt_tokens=len(prompt))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import simulated_devices
 from checkpoints import hf_config, write_checkpoint
+from heads import write_head
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from problems.fused_layer import random_layer
 from runs import with_draft
@@ -45,6 +46,7 @@ CASES = (
     ("combine:prompt-lookup+sparse:budget=0.3,heads=by-mass,memory=0.2", 2, 2),
     ("quantspec:sensitive_layers=1", 4, 1),
     ("triforce:model={small},middle=(retrieval:budget=48,chunk=4,rebuild=8)", 8, 1),
+    ("cascade:first=(eagle3:model={head},window=20),middle=quantspec", 2, 1),
 )
 
 
@@ -59,6 +61,11 @@ def small(tmp_path_factory):
     """Whose heads no mesh divides."""
     changes = dict(num_attention_heads=1, num_key_value_heads=1, hidden_size=16, intermediate_size=40, num_hidden_layers=1)
     return write_checkpoint(tmp_path_factory.mktemp("small") / "hf", hf_config(**changes, max_position_embeddings=512))
+
+
+@pytest.fixture(scope="session")
+def head(checkpoint, tmp_path_factory):
+    return write_head(tmp_path_factory.mktemp("head") / "head", load_model(checkpoint, dtype="float32"))
 
 
 def some_requests(draft: str) -> list[Request]:
@@ -102,12 +109,12 @@ def collectives(executable) -> dict[str, list[int]]:
 
 
 @pytest.mark.several_devices
-def test_rows_are_as_on_one_device(checkpoint, small, eight):
+def test_rows_are_as_on_one_device(checkpoint, small, head, eight):
     """In float64, refilled; with several devices for a copy of the model, several copies, and more devices than KV heads."""
     with jax.enable_x64(True):
         whole, divided = load_model(checkpoint, dtype="float64"), {}
         for text, size, copies in CASES:
-            text = text.format(small=small)
+            text = text.format(small=small, head=head)
             meshes = [model_mesh(eight[i * size : (i + 1) * size]) for i in range(copies)]
             if size not in divided:
                 divided[size] = load_model(checkpoint, dtype="float64", mesh=meshes[0])
