@@ -148,7 +148,7 @@ class CascadeDraft(DraftOfTwo):
     def _verified(
         self, model: ViewedModel, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: AppendedCache
     ) -> tuple[Float[Array, "B T V"], AppendedCache, Float[Array, "B T F"] | None]:
-        """A pass of the middle, and the features that the first draft reads: until the target has verified, they stand for its own."""
+        """A pass of the middle, and the features that the first draft reads instead of the target's, until that has verified."""
         if self.first.taps is None:
             return *model(tokens, positions, cache), None
         logits, cache, seen = model.watched(tokens, positions, cache, taps=self.first.taps.layers)
