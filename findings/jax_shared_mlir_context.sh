@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # jax 0.11.2: up to eleven programs that one thread lowers share a context of MLIR, so lowered programs are not independent values.
 #
-# Behaviour seen: twelve programs lowered one after the other in a thread are in two contexts, eleven in the first; in jax 0.10.2 each has its
-# own. Programs lowered in other threads have others. Compiling a program runs MLIR passes in its context, which is not made for two threads,
+# Behaviour seen: twelve programs lowered one after the other in a thread are in two contexts, ten of them in the first, after that of the
+# array that they are for; in jax 0.10.2 each has its own. Programs lowered in other threads have others. Compiling a program runs MLIR passes in its context, which is not made for two threads,
 # so programs lowered in one thread should not be compiled by several at a time, nor one be compiled while another is lowered. Nothing in the
 # documentation of ahead-of-time lowering says so. This script compiles nothing.
 #
@@ -10,7 +10,7 @@
 #
 # Output seen:
 #   jax 0.10.2: 12 programs of a thread in 12 contexts
-#   jax 0.11.2: 12 programs of a thread in 2 contexts, the first with 11; one of another thread is in another: True
+#   jax 0.11.2: 12 programs of a thread in 2 contexts, the first with 10; one of another thread is in another: True
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -26,7 +26,7 @@ import threading
 import jax
 import jax.numpy as jnp
 
-number = jnp.zeros(())  # made first, so that no program but the twelve is lowered meanwhile
+number = jnp.zeros(())  # by a program of its own, the first in the first context
 lowered = [jax.jit(lambda x, i=i: x + i).lower(number) for i in range(12)]
 contexts = [program.compiler_ir().context for program in lowered]
 distinct = {id(context): context for context in contexts}
