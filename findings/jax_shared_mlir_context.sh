@@ -2,9 +2,9 @@
 # jax 0.11.2: up to eleven programs that one thread lowers share a context of MLIR, so lowered programs are not independent values.
 #
 # Behaviour seen: twelve programs lowered one after the other in a thread are in two contexts, ten of them in the first, after that of the
-# array that they are for; in jax 0.10.2 each has its own. Programs lowered in other threads have others. Compiling a program runs MLIR passes in its context, which is not made for two threads,
-# so programs lowered in one thread should not be compiled by several at a time, nor one be compiled while another is lowered. Nothing in the
-# documentation of ahead-of-time lowering says so. This script compiles nothing.
+# array that they are for; in jax 0.10.2 each has its own. Programs lowered in other threads have others. Compiling a program runs MLIR
+# passes in its context, which is not made for two threads, so programs lowered in one thread should not be compiled by several at a time,
+# nor one be compiled while another is lowered. Nothing in the documentation of ahead-of-time lowering says so. This script compiles nothing.
 #
 # Needs Python >= 3.12 (PYTHON=python3.12).
 #
