@@ -1,6 +1,7 @@
 """The draft of an EAGLE-3 head: its features, windows and first drafts. That its output is the target's: test_exactness.py."""
 
 import dataclasses
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,8 @@ from heads import random_head, write_head
 from runs import prepared, random_model, random_prompts, with_draft
 from test_eagle3_head import HEADS, NAMES, close
 
+from pallas_kernels.formats.views import FULL_PRECISION
+from pallas_kernels.formats.weights import Int4Weight, Int8Weight
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.decoding.batch import run_batch
@@ -125,13 +128,31 @@ def directory(tmp_path):
     return write_head(tmp_path / "head", random_model(jnp.float32), tokens=16)
 
 
-@pytest.mark.parametrize("draft", ["{}", "combine:prompt-lookup+({})", "cascade:first=({}),middle=quantspec"])
+@pytest.mark.parametrize("draft", ["{}", "combine:prompt-lookup+({},weight_bits=4,head_bits=8)", "cascade:first=({}),middle=quantspec"])
 def test_a_head_by_its_directory(directory, draft):
     model, prompts = random_model(jnp.float32), random_prompts([30, 11])
     text = draft.format(f"eagle3:model={directory},window=20")
     config = dataclasses.replace(FULL, draft=text, cache="int8", group_size=16, num_speculative_tokens=3)
     out = generate(model, prompts, config=config)
     assert out.token_ids == generate(model, prompts, config=dataclasses.replace(config, draft="none")).token_ids
+
+
+@pytest.mark.parametrize(
+    ("bits", "kinds"), [("weight_bits=4", {Int4Weight: 8}), ("weight_bits=4,head_bits=8", {Int4Weight: 8, Int8Weight: 1})]
+)
+def test_a_head_in_fewer_bits_is_nearly_the_same(directory, bits, kinds):
+    model = random_model(jnp.float32)
+    plain, coded = (make_draft(f"eagle3:model={directory}{more}", model).head for more in ("", f",{bits}"))
+    found = Counter(type(weight) for weight in coded.weights().values())
+    assert {kind: found[kind] for kind in (Int4Weight, Int8Weight) if found[kind]} == kinds
+    features = jax.random.normal(jax.random.key(0), (1, 9, 2 * model.config.hidden_size))
+
+    def logits(head):
+        cache = CacheConfig("full").empty(head.config, batch=1, capacity=9, num_speculative_tokens=9, dtype=jnp.float32)
+        return np.asarray(head(head.fused(features), jnp.arange(9)[None], jnp.arange(9)[None], cache, view=FULL_PRECISION)[0])
+
+    error = np.linalg.norm(logits(coded) - logits(plain)) / np.linalg.norm(logits(plain))
+    assert 0.01 < error < 0.3
 
 
 @pytest.mark.parametrize("settings", [dict(temperature=0.0), dict(temperature=0.9)], ids=str)

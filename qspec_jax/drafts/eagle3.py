@@ -22,8 +22,11 @@ from qspec_jax.checkpoints.eagle3 import load_head
 from qspec_jax.drafts.draft import Draft, Prompt, Proposal, Round, RoundResult, Taps, propose_by_steps
 from qspec_jax.drafts.own_cache import Window
 from qspec_jax.errors import InputError
+from qspec_jax.models.block import Weight
 from qspec_jax.models.eagle3 import Eagle3Head
 from qspec_jax.models.llama import Llama
+from qspec_jax.quantization.outline import is_outline
+from qspec_jax.quantization.weights import is_linear, quantize_rows, quantize_weight
 from qspec_jax.settings_text import check_settings, setting
 
 
@@ -141,6 +144,8 @@ class Eagle3Settings:
     model: str = setting("", "The head's checkpoint: a directory, or ORG/NAME on the Hub.")
     sinks: int = setting(4, "How many of the text's first tokens the head reads.", minimum=0)
     window: int = setting(1020, "How many of its most recent tokens it reads.", minimum=1)
+    weight_bits: int = setting(16, "Bits of its linear layers: INT4, or as they are.", choices=(4, 16))
+    head_bits: int = setting(16, "Bits of what makes its logits: INT8, or as it is.", choices=(8, 16))
 
     def __post_init__(self):
         if not self.model:
@@ -154,10 +159,25 @@ class Eagle3Settings:
 
     def make(self, model: Llama, int4: Callable[[], Llama]) -> Eagle3Draft:
         """The draft of a model. Raises InputError as `load_head` does, and for a window that is longer than the head's positions."""
-        head = load_head(self.model, model)
+        head = self._in_bits(load_head(self.model, model))
         if (own := head.config.sliding_window) is not None and head.config.windowed_layers:
             return Eagle3Draft(head, 0, min(self.window, own))
         if self.sinks + self.window > (most := head.config.max_length):
             given = f"draft sinks {self.sinks} and window {self.window}"
             raise InputError(f"{given} should together be at most the {most} positions of {self.model}")
         return Eagle3Draft(head, self.sinks, self.window)
+
+    def _in_bits(self, head: Eagle3Head) -> Eagle3Head:
+        """The head with its weights in the formats that were asked for, rounded to nearest."""
+
+        def quantized(head: Eagle3Head) -> Eagle3Head:
+            def chosen(path: str, weight: Weight) -> Weight:
+                if path == "head":
+                    return quantize_rows(weight) if self.head_bits == 8 else weight
+                return quantize_weight(weight) if self.weight_bits == 4 and (is_linear(path) or path == "fc.weight") else weight
+
+            return head.with_weights({path: chosen(path, weight) for path, weight in head.weights().items()})
+
+        if (self.weight_bits, self.head_bits) == (16, 16):
+            return head
+        return jax.eval_shape(quantized, head) if is_outline(head) else quantized(head)

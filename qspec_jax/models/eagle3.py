@@ -8,6 +8,8 @@ position p + 2. For further drafts it is given what it fed back, since the targe
 """
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Self
 
 import jax.numpy as jnp
 from flax import nnx
@@ -19,7 +21,7 @@ from pallas_kernels.matmul import linear
 from qspec_jax.models import rope
 from qspec_jax.models.block import Angles, Block, Linear, MakeWeight, RMSNorm, Weight
 from qspec_jax.models.config import LlamaConfig
-from qspec_jax.models.llama import AttendingCache
+from qspec_jax.models.llama import AttendingCache, weights_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +85,14 @@ class Eagle3Head(nnx.Module):
         whole = settings.has_whole_vocabulary
         self.target_ids = None if whole else nnx.Variable(make("target_ids", (settings.draft_vocab_size,)))
 
+    def weights(self) -> dict[str, Weight]:
+        """Every weight by its path, as `make` was given it."""
+        return weights_of(self)
+
+    def with_weights(self, weights: Mapping[str, Weight]) -> Self:
+        """The head with other weights, by their paths, in any format that `linear` takes."""
+        return Eagle3Head(self.settings, lambda path, shape: weights[path])
+
     @property
     def config(self) -> LlamaConfig:
         """The configuration of the head's own layers, for which its cache is made."""
@@ -95,7 +105,7 @@ class Eagle3Head(nnx.Module):
 
     @property
     def dtype(self) -> jnp.dtype:
-        return self.fc.weight.get_value().dtype
+        return self.norm.weight.get_value().dtype
 
     def fused(self, features: Float[Array, "B T channels"]) -> Float[Array, "B T D"]:
         """The hidden states that a pass is given for tokens that the target has read.

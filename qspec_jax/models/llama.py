@@ -274,8 +274,13 @@ class Llama(nnx.Module):
 
     def weights(self) -> dict[str, Weight]:
         """Every weight by its path, as `make` was given it."""
-        leaves = jax.tree_util.tree_leaves_with_path(self, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-        return {".".join(_name(key) for key in path): leaf.get_value() for path, leaf in leaves}
+        return weights_of(self)
+
+
+def weights_of(module: nnx.Module) -> dict[str, Weight]:
+    """Every weight of a module by its path."""
+    leaves = jax.tree_util.tree_leaves_with_path(module, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return {".".join(_name(key) for key in path): leaf.get_value() for path, leaf in leaves}
 
 
 def _name(key) -> str:
