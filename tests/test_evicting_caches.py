@@ -202,7 +202,7 @@ def test_drafts_that_take_tokens_or_groups_are_refused(cache, draft):
         run_rounds(model, PROMPTS, over(cache, gamma=3), draft=make_draft(draft, model))
     does = "reads groups of the int8" if draft == "sparse" else "takes single tokens from the target's"
     with pytest.raises(
-        InputError, match=rf"^draft {draft} {does} cache; .* drafts for cache .* quantspec, small-model, prompt-lookup, none$"
+        InputError, match=rf"^draft {draft} {does} cache; .* drafts for cache .* quantspec, small-model, eagle3, prompt-lookup, none$"
     ):
         dataclasses.replace(over(cache, gamma=3), draft=draft)
 

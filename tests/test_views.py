@@ -132,9 +132,9 @@ def test_mass_is_that_of_float32_attention(trained):
 
     @jax.jit
     def run():
-        observed = ViewedModel(model, BOTH_PLANES).observed
-        logits, _, masses = observed(tokens, positions, Recording(cache.layers, cache.lengths, cache.scheme))
-        return logits, masses, seen
+        recording = Recording(cache.layers, cache.lengths, cache.scheme)
+        logits, _, of_pass = ViewedModel(model, BOTH_PLANES).watched(tokens, positions, recording, observe=True)
+        return logits, of_pass.masses, seen
 
     seen = []
     _, masses, seen = run()
