@@ -199,4 +199,5 @@ def _unknown(text: str, part: str, fields: Mapping[str, dataclasses.Field], more
         return f"{text.partition(':')[0]} has no settings"
     known = ", ".join([*(shown(name, field.metadata) for name, field in fields.items()), *(f"{name}=..." for name in more)])
     examples = [field.metadata["example"] for field in fields.values() if field.metadata.get("example")]
-    return f"{part!r} should be one of {known}{''.join(f'; commas in a value need parentheses, as in {each}' for each in examples)}"
+    hint = f"; commas in a value need parentheses, as in {' or '.join(examples)}" if examples else ""
+    return f"{part!r} should be one of {known}{hint}"

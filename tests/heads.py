@@ -24,7 +24,7 @@ def head_config(model: Llama, taps: tuple[int, ...], tokens: int | None = None, 
 
 
 def random_head(model: Llama, *, taps: tuple[int, ...] = (0, 1), tokens: int | None = None, **changes) -> Eagle3Head:
-    """A head of one layer. It predicts every so many-th token of the vocabulary, where it does not predict all."""
+    """A head of one layer. Where it does not predict the whole vocabulary, its tokens have ids at equal distances."""
     settings = read_head_config(head_config(model, taps, tokens, **changes), model.checkpoint_config)
     keys = iter(jax.random.split(jax.random.key(5), 64))
 

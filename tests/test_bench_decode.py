@@ -372,7 +372,7 @@ def test_a_simulation_says_so(run, monkeypatch, tmp_path, caplog):
         (["--arch", "tiny", "--simulate-inner-acceptance", 0.5], ["--simulate-inner-acceptance needs"]),
         (
             ["--arch", "tiny", "--context", 64, "--simulate-acceptance", 0.9, "--simulate-inner-acceptance", 0.5],
-            ["themselves verify, such as triforce"],
+            ["themselves verify, such as cascade"],
         ),
         (["--arch", "tiny", "--simulate-ratio", 0.5, "--simulate-ratio", 0.6], ["--simulate-ratio", "2 times for 1 contexts"]),
         (["--arch", "tiny", "--context", 0], ["--context"]),

@@ -98,7 +98,7 @@ def test_what_a_head_has_read_by_rounds_is_what_it_reads_at_once(float64, sinks)
     assert compared > 12 and (accepted > 0).all() and (accepted < 27).all() and (np.asarray(state.draft.own.cache.taken) > window).all()
 
 
-def test_after_more_was_read_the_head_begins_anew(float64):
+def test_after_more_was_read_the_head_begins_again(float64):
     """It proposes nothing in the first round, as the features of the last token are not known."""
     model, (first, more) = random_model(jnp.float64), random_prompts([30, 11])
     draft = Eagle3Draft(random_head(model), 2, 9)
@@ -175,9 +175,9 @@ def test_rows_that_are_replaced_are_those_of_a_batch_of_one(directory, settings)
         ("eagle3:model=no/such", "no/such: no such directory"),
         ("eagle3:model={},window=0", "window 0 should be at least 1"),
         ("eagle3:model={},window=5000", "sinks 4 and window 5000 should together be at most the 4096 positions"),
-        ("cascade:first=(eagle3:model={}),middle=prompt-lookup", "draft middle should be a draft that only makes steps of a model"),
-        ("cascade:first=snapkv,middle=quantspec", "draft first should need nothing of the target's cache"),
-        ("cascade:first=quantspec,middle=retrieval", "draft first should need nothing of the target's cache"),
+        ("cascade:first=(eagle3:model={}),middle=prompt-lookup", "draft middle should be one that only steps the target's own model"),
+        ("cascade:first=snapkv,middle=quantspec", "draft first should be prompt-lookup, small-model"),
+        ("cascade:first=quantspec,middle=retrieval", "should both be drafts that step the target's own cache"),
         ("cascade:first_gamma=16", "first_gamma 16 should be from 1 to 15"),
     ],
 )

@@ -27,8 +27,9 @@ ROWS = 8  # query rows of a tile
 REGISTERS, THREAD_REGISTERS = 65536, 255
 # With fixed runs (`mosaic_runs`): those of a row for each multiprocessor that a KV head has, for 1 or 3 teams of a multiprocessor to share
 # them evenly; the minimum of units of a run, as a partial result of many query tokens may take as long as a unit; the tokens of a run of a
-# full-precision cache, and its `Plan.slices`; and the runs of a span.
-RUNS, MIN_UNITS, FULL_TOKENS, FULL_SLICES, SPAN = 3, 2, 512, 2, 4
+# full-precision cache; and the runs of a span.
+RUNS, MIN_UNITS, FULL_TOKENS, SPAN = 3, 2, 512, 4
+FULL_SLICES = 2  # of a full-precision cache (`Plan.slices`), so chunks of 32 tokens: faster on an H200 than 64 (docs/exact.md)
 SPANS_EACH = 2  # for each team that is resident at once, where teams have whole spans: with fewer some would have twice as much to do
 SPILLED = 16  # registers of a thread that may be in memory at times, where more than three warpgroups share a multiprocessor
 

@@ -147,7 +147,7 @@ def measure(
     missing = [case for case in cases if any(label(case, batch_size) not in kept for batch_size in batch_sizes)]
     made = [(case, attempt(make, case)) for case in missing]
     if settings.inner_rate is not None and made and not any(isinstance(draft, Exception) or verifies(draft) for _, draft in made):
-        raise InputError("an inner rate of acceptance is for drafts that themselves verify, such as triforce; none of these does")
+        raise InputError("an inner rate of acceptance is for drafts that themselves verify, such as cascade; none of these does")
     too_many: dict[Case, int] = {}  # the batch size with which a case did not fit
     for batch_size in batch_sizes:
         fitting = [(case, draft) for case, draft in made if case not in too_many and label(case, batch_size) not in kept]

@@ -111,7 +111,7 @@ def bench_decode(
     ] = None,
     simulate_inner_acceptance: Annotated[
         float | None,
-        typer.Option(min=0, max=1, help="The chance of what triforce's small model drafts; that of the others, if not given."),
+        typer.Option(min=0, max=1, help="The chance of what the first draft of a cascade drafts; that of the others, if not given."),
     ] = None,
     transformers: Annotated[
         bool, typer.Option("--transformers", help="Measure transformers' generate too, in a process of its own; needs torch.")

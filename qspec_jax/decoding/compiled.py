@@ -268,8 +268,10 @@ def _own_mlir_context() -> Iterator[None]:
 
 
 def _leave_mlir_context() -> None:
-    used = mlir.make_ir_context()
-    if all(mlir.make_ir_context() is used for _ in range(64)):
+    """Makes the context that this thread lowers in a new one. JAX returns the same one a number of times, 11 in jax 0.11.2, before it makes
+    another: asking for it uses it up."""
+    current = mlir.make_ir_context()
+    if all(mlir.make_ir_context() is current for _ in range(64)):
         log.warning("JAX %s lowers all programs of a thread in one context of MLIR: compiling them side by side may fail", jax.__version__)
 
 

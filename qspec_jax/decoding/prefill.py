@@ -121,7 +121,7 @@ def _ended(
 
 
 def _tapped(x: Float[Array, "B S D"], n: Int[Array, "B"], *, taps: Taps, factor: float) -> Float[Array, "B W D"]:
-    """The residual stream of the tokens that `Taps.of_prompt` says. factor: that it is kept divided by."""
+    """The residual stream of the tokens that `Taps.of_prompt` says. factor: the residual multiplier, which it is kept divided by."""
     at = jnp.minimum(taps.of_prompt(n), x.shape[1] - 1)
     return scaled(jnp.take_along_axis(x, at[..., None], 1), factor)
 

@@ -19,7 +19,7 @@ from qspec_jax.decoding.limits import Limits
 from qspec_jax.decoding.logits_processors import seen_since
 from qspec_jax.decoding.sampling import DRAFT, Sampler
 from qspec_jax.decoding.state import RUNNING, DecodeState, Logprobs, status_after
-from qspec_jax.drafts.draft import Draft, Prompt, Proposal, RoundResult
+from qspec_jax.drafts.draft import Draft, Prompt, Proposal, RoundResult, of_accepted
 from qspec_jax.models.llama import Seen
 from qspec_jax.models.viewed import Step
 
@@ -247,11 +247,6 @@ def seen_by_accepted(masses: tuple[Float[Array, "B K T C"], ...], kept: Int[Arra
     The noise of a position is used again after a rejection; that is exact only if rejected drafts influence nothing.
     """
     return tuple(jnp.where((jnp.arange(mass.shape[2]) < kept[:, None])[:, None, :, None], mass, 0) for mass in masses)
-
-
-def of_accepted(features: Float[Array, "B T F"] | None, kept: Int[Array, "B"]) -> Float[Array, "B T F"] | None:
-    """The features, 0 for those of rejected drafts; see `seen_by_accepted`."""
-    return None if features is None else jnp.where((jnp.arange(features.shape[1]) < kept[:, None])[..., None], features, 0)
 
 
 def mark_seen(seen: Bool[Array, "B V"], tokens: Int[Array, "B T"], count: Int[Array, "B"]) -> Bool[Array, "B V"]:

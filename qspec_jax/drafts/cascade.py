@@ -21,7 +21,7 @@ from pallas_kernels.attention.support import MAX_ROUND_TOKENS
 from pallas_kernels.formats.kv_cache import HeldKeys
 from pallas_kernels.formats.views import View
 from qspec_jax.caches.cache import AppendedCache, Cache, longer
-from qspec_jax.drafts.draft import Draft, DraftSettings, Prompt, Proposal, Round, RoundResult, State, StepwiseDraft
+from qspec_jax.drafts.draft import Draft, DraftSettings, Prompt, Proposal, Round, RoundResult, State, StepwiseDraft, of_accepted
 from qspec_jax.drafts.draft_of_two import DraftOfTwo, SettingsOfTwo
 from qspec_jax.drafts.prompt_lookup import PromptLookupSettings
 from qspec_jax.drafts.sparse import SparseSettings
@@ -31,8 +31,6 @@ from qspec_jax.models.skipping import NO_LAYERS, Deferred
 from qspec_jax.models.viewed import ViewedModel
 from qspec_jax.settings_text import check_settings, setting
 
-SMALL, MIDDLE = range(2)  # of `PARTS`: whose token one of the round is
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +38,9 @@ class CascadeDraft(DraftOfTwo):
     """Two levels of drafting and verifying. Raises InputError for drafts that cannot be its levels.
 
     Attributes:
-        first: drafts up to `first_gamma` tokens for the middle at a time. It is an `independent` draft, or, as the middle, one that only
-            steps the target's own cache.
-        middle: verifies them by its steps, each of several tokens.
+        first: drafts for the middle. It is an `independent` draft, or both levels only step the target's own cache.
+        middle: verifies these drafts by its steps, each of several tokens.
+        first_gamma: how many tokens the first draft drafts at a time, if the gamma of a round is larger.
     """
 
     first: Draft
@@ -56,11 +54,11 @@ class CascadeDraft(DraftOfTwo):
         if not isinstance(self.middle, Draft) or not isinstance(self.first, Draft):
             return  # jax.tree functions may put other objects there
         if not isinstance(self.middle, StepwiseDraft):
-            raise InputError("draft middle should be a draft that only makes steps of a model, such as retrieval or sparse")
+            raise InputError("draft middle should be one that only steps the target's own model, such as sparse or retrieval")
         if not self.first.independent and not (_steps_targets_cache(self.first) and _steps_targets_cache(self.middle)):
             raise InputError(
-                "draft first should need nothing of the target's cache, as prompt-lookup and small-model do, or be one of quantspec and "
-                "sparse in front of such a middle"
+                "draft first should be prompt-lookup, small-model, eagle3, or a combine of these; or first and middle should both be "
+                "drafts that step the target's own cache, such as quantspec and sparse"
             )
         skipped = getattr(self.middle, "skipped", NO_LAYERS)
         if self.first.taps and (isinstance(skipped, Deferred) or skipped):
@@ -91,7 +89,7 @@ class CascadeDraft(DraftOfTwo):
         return first, self.middle.begin_again(state[1], prompt.asked(self.middle), unchanged)
 
     def _prompt(self, prompt: Prompt) -> Prompt:
-        """What the two begin with."""
+        """The prompt with a gamma that a block beyond the round is also within."""
         # A block that begins with the round's last draft, or after it in a row that waits for others, extends beyond the round.
         return dataclasses.replace(prompt, gamma=prompt.gamma + self.first_gamma)
 
@@ -123,7 +121,7 @@ class CascadeDraft(DraftOfTwo):
             came = jnp.where(done < current.eligible, accepted + 1, 0)
             drafted, accepted_drafts = jnp.where(came > 0, drafts.eligible, 0), jnp.minimum(accepted, came)
             if self.first.independent:  # another's state says what it reads in the whole round
-                kept = None if features is None else jnp.where((jnp.arange(width) < came[:, None])[..., None], features, 0)
+                kept = of_accepted(features, came)
                 result = RoundResult(new, came, drafted, accepted_drafts, jnp.zeros_like(came), features=kept)
                 first = self.first.commit(first, result, cache)
             tokens = put(tokens, new, done)
@@ -140,8 +138,8 @@ class CascadeDraft(DraftOfTwo):
         carry = done, tokens, distributions, jnp.zeros_like(tokens), stepped, began, drafts
         _, tokens, distributions, by, stepped, *_ = lax.while_loop(lambda carry: (carry[0] < current.eligible).any(), inner_round, carry)
         middle, cache = self.middle.after_steps(state[1], cache, stepped.rollback(before), current.eligible > 0)
-        # The first draft's state after its first drafts is kept, since later ones follow tokens that the target may reject. `commit`
-        # compares these drafts with the emitted tokens, and its model reads the others again in the next round.
+        # The first draft's state after its first drafts is kept, since later ones follow tokens that the target may reject. Its `commit`
+        # takes in the tokens that were emitted.
         tokens, distributions, by = (x[:, : current.gamma] for x in (tokens, distributions, by))
         return Proposal(tokens, distributions, current.eligible, by=by), (began, middle), cache
 
@@ -155,7 +153,7 @@ class CascadeDraft(DraftOfTwo):
         return logits, cache, seen.features
 
     def _by(self, drafts: Proposal, of_first: Array) -> Int[Array, "B T"]:
-        """Whose each token of a block is, an index of `proposers`: the first draft's come before the middle."""
+        """Who proposed each token of a block: an index of `proposers`, of which the last is the middle."""
         of_drafts = jnp.zeros_like(drafts.tokens) if drafts.by is None else drafts.by
         return jnp.where(of_first, jnp.pad(of_drafts, ((0, 0), (0, 1))), len(self.first.proposers()))
 
@@ -177,8 +175,8 @@ def _steps_targets_cache(draft: Draft) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class CascadeSettings(SettingsOfTwo):
-    """The first draft is one with a state of its own (prompt-lookup, small-model, or a combine of these), or quantspec or sparse, where the
-    middle is one of the two as well. The middle is any draft that only makes steps of a model: sparse, quantspec, retrieval, ..."""
+    """The first draft is prompt-lookup, small-model, eagle3, or a combine of these; or both step the target's own cache, as quantspec and
+    sparse do. The middle is any draft that only makes steps of the target's own model: sparse, quantspec, retrieval, ..."""
 
     first: DraftSettings = setting(
         PromptLookupSettings(),

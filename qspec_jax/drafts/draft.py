@@ -36,7 +36,8 @@ class Taps:
 
     Attributes:
         layers: see `Llama.watched`.
-        first, last: of how many of a prompt's tokens `begin` is given features, from the start and from the end.
+        first: the number of tokens at the start of a prompt whose features `begin` is given.
+        last: the same at its end.
     """
 
     layers: tuple[int, ...]
@@ -85,7 +86,7 @@ class Prompt:
         return jnp.arange(count) >= count - known[:, None]
 
     def asked(self, draft: "Draft") -> Self:
-        """The prompt as a draft that another one is made of asks for it: with no more of its last queries, and no features in vain."""
+        """The prompt as a part of another draft asks for it: with no more of its last queries, and features only if it has taps."""
         count = draft.prompt_queries
         queries = tuple(q[:, q.shape[1] - count :] for q in self.queries) if count else ()
         return dataclasses.replace(self, queries=queries, features=self.features if draft.taps else None)
@@ -146,6 +147,11 @@ class RoundResult:
     def __post_init__(self):
         if isinstance(self.drafted, jax.Array):  # jax.tree functions may put other objects there
             object.__setattr__(self, "drafted", jnp.minimum(self.drafted, self.accepted + 1))
+
+
+def of_accepted(features: Float[Array, "B T F"] | None, kept: Int[Array, "B"]) -> Float[Array, "B T F"] | None:
+    """The features of a pass with 0 for those of rejected drafts, see `RoundResult`. kept: tokens of the pass that stay."""
+    return None if features is None else jnp.where((jnp.arange(features.shape[1]) < kept[:, None])[..., None], features, 0)
 
 
 class Round(Protocol):
@@ -222,8 +228,8 @@ class Draft(abc.ABC):
         max_length: the maximum number of tokens of a row, prompt and new ones, that it can draft for; None: any that the target takes.
         proposes: for cost estimates (`qspec plan`); None if they cannot be made for this draft.
         verifies: whether the draft itself verifies tokens of another draft.
-        independent: whether the draft uses nothing of the target's cache, nor of its prompt's queries: its own state and the emitted tokens
-            are enough.
+        independent: whether the draft uses nothing of the target but the emitted tokens and, if it has `taps`, features. It may be the
+            first of a cascade before any middle.
         guesses: whether its tokens are never accepted and depend on no random draw, so that `commit` may know what follows them
             (`RoundResult.top_tokens`).
     """

@@ -7,6 +7,7 @@ it fed back. The passes over drafts are not kept: after verification their pairs
 """
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from typing import Self
 
@@ -28,6 +29,8 @@ from qspec_jax.models.llama import Llama
 from qspec_jax.quantization.outline import is_outline
 from qspec_jax.quantization.weights import is_linear, quantize_rows, quantize_weight
 from qspec_jax.settings_text import check_settings, setting
+
+log = logging.getLogger(__name__)
 
 
 @jax.tree_util.register_dataclass
@@ -69,7 +72,10 @@ class FedBack:
 class Eagle3Draft(Draft):
     """Single-token steps of a head, each from the hidden states of the one before.
 
-    sinks, window: how many of the first and of the most recent pairs the head reads.
+    Attributes:
+        head: the head, which is given the target's features.
+        sinks: how many of the first pairs it reads.
+        window: how many of the most recent pairs it reads; of several that come in one pass, the later ones also see those before them.
     """
 
     head: Eagle3Head
@@ -80,7 +86,7 @@ class Eagle3Draft(Draft):
 
     @property
     def taps(self) -> Taps:
-        return Taps(self.head.taps, self.sinks, self.window + 1)
+        return Taps(self.head.taps, self.sinks, self.window + 1)  # the last token's are those of a pair that waits for its token
 
     def made_for(self) -> tuple[tuple[str, int], ...]:
         return ("vocab_size", self.head.config.vocab_size), ("hidden_size", self.head.settings.target_hidden_size)
@@ -92,7 +98,7 @@ class Eagle3Draft(Draft):
         features = jnp.zeros((B, size + 1, head.settings.feature_size), head.dtype) if prompt.features is None else prompt.features
         hidden, at = head.fused(features), self.taps.of_prompt(n)
         tokens = jnp.take_along_axis(prompt.tokens, jnp.minimum(at + 1, prompt.tokens.shape[1] - 1), 1)
-        # The pair of the last token waits for the token after it. No pass is longer than the window, so that none looks beyond it.
+        # A pass over no more than what the head reads needs no sliding window of the cache.
         config = dataclasses.replace(head.config, sliding_layers=(), sliding_window=None)
         empty = CacheConfig("full").empty(config, batch=B, capacity=size, num_speculative_tokens=0, dtype=head.dtype)
         positions = jnp.broadcast_to(jnp.arange(size), (B, size))
@@ -138,8 +144,8 @@ class Eagle3Draft(Draft):
 
 @dataclasses.dataclass(frozen=True)
 class Eagle3Settings:
-    """The checkpoint, of a head that was trained for the target, has config.json and safetensors, as SpecForge and speculators write it. A
-    head with a sliding window reads no more than that window, and no first tokens."""
+    """The checkpoint is a directory of config.json and safetensors, as SpecForge and speculators write it, of a head that was trained for
+    this target. For a head with a sliding window `sinks` counts as 0, and `window` is at most that window, as a log line says."""
 
     model: str = setting("", "The head's checkpoint: a directory, or ORG/NAME on the Hub.")
     sinks: int = setting(4, "How many of the text's first tokens the head reads.", minimum=0)
@@ -161,6 +167,7 @@ class Eagle3Settings:
         """The draft of a model. Raises InputError as `load_head` does, and for a window that is longer than the head's positions."""
         head = self._in_bits(load_head(self.model, model))
         if (own := head.config.sliding_window) is not None and head.config.windowed_layers:
+            log.info("draft eagle3: the head has a sliding window; sinks is 0, and window %d", min(self.window, own))
             return Eagle3Draft(head, 0, min(self.window, own))
         if self.sinks + self.window > (most := head.config.max_length):
             given = f"draft sinks {self.sinks} and window {self.window}"

@@ -14,11 +14,11 @@ from qspec_jax.caches.hierarchical import HierarchicalCache
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.limits import Limits
-from qspec_jax.decoding.round import CurrentRound, Verdict, current_round, feed, of_accepted, propose, seen_by_accepted
+from qspec_jax.decoding.round import CurrentRound, Verdict, current_round, feed, propose, seen_by_accepted
 from qspec_jax.decoding.sampling import Sampler
 from qspec_jax.decoding.state import DecodeState
 from qspec_jax.decoding.traced_rounds import Judged, Records, RoundStart, Tally, timed, with_chances
-from qspec_jax.drafts.draft import Draft, Proposal, RoundResult
+from qspec_jax.drafts.draft import Draft, Proposal, RoundResult, of_accepted
 from qspec_jax.evaluate.coverage import WatchedCache
 from qspec_jax.models.viewed import Step
 
