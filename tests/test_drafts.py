@@ -230,7 +230,7 @@ def test_more_of_the_cache_is_more_accepted(float64):
     assert few < all == dense
 
 
-STEPWISE = [name for name in REGISTRY if name not in ("small-model", "prompt-lookup", "combine", "cascade", "triforce")]
+STEPWISE = [name for name in REGISTRY if name not in ("small-model", "eagle3", "prompt-lookup", "combine", "cascade", "triforce")]
 FIRST = "quantspec", "snapkv"  # the one appends to the target's cache, and the other does not
 
 

@@ -13,15 +13,17 @@ from test_eagle3_head import HEADS, NAMES, close
 
 from pallas_kernels.formats.views import FULL_PRECISION
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight
+from pallas_kernels.rope_append import reference as rope_append_reference
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
+from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.reading import extend, prefill
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.round import current_round, propose
-from qspec_jax.decoding.sampling import Greedy
+from qspec_jax.decoding.sampling import Greedy, make_sampler
 from qspec_jax.drafts.cascade import CascadeDraft
 from qspec_jax.drafts.combine import CombinedDraft
 from qspec_jax.drafts.eagle3 import Eagle3Draft
@@ -117,10 +119,63 @@ def test_two_that_read_other_features_are_refused():
         generate(model, random_prompts([9]), config=with_draft(FULL, CombinedDraft(one, other)))
 
 
-def test_a_middle_that_skips_layers_gives_no_features():
+@pytest.mark.parametrize("first", ["eagle3", "sparse"])
+@pytest.mark.parametrize("skip", ["(1)", "0a", "auto"])
+def test_a_middle_that_skips_layers_is_refused(first, skip):
+    """It gives no features, and does not write what the first would read."""
     model = random_model(jnp.float32)
-    with pytest.raises(InputError, match="should skip no layers in front of a draft that reads features"):
-        CascadeDraft(Eagle3Draft(random_head(model), 2, 9), make_draft("quantspec:skip=(1)", model))
+    made = Eagle3Draft(random_head(model), 2, 9) if first == "eagle3" else make_draft(first, model)
+    with pytest.raises(InputError, match="should skip no layers, unless the first is prompt-lookup or small-model"):
+        CascadeDraft(made, make_draft(f"quantspec:skip={skip}", model))
+    CascadeDraft(make_draft("prompt-lookup", model), make_draft(f"quantspec:skip={skip}", model))
+
+
+@pytest.mark.parametrize("draft", ["a head", "sparse before quantspec", "a head before quantspec", "planted"])
+def test_proposals_depend_on_nothing_beyond_the_lengths(float64, draft, monkeypatch):
+    """Such rows are of drafts that were rejected. One row alone is written at a time, as by the kernel for GPUs. Planted: a middle that
+    leaves out what the first then reads."""
+    monkeypatch.setattr(rope_append_reference, "_two_rows", lambda x: x)
+    model, planted = random_model(jnp.float64), draft == "planted"
+    if planted:
+        monkeypatch.setattr(CascadeDraft, "__post_init__", lambda self: None)
+    made, skip = Eagle3Draft(random_head(model, tokens=32), 2, 9), "skip=(0a)" if planted else "skip=none"
+    if draft != "a head":
+        sparse = make_draft("sparse:budget=0.2,min_groups=2,weight_bits=16", model)
+        made = CascadeDraft(made if "head" in draft else sparse, make_draft(f"quantspec:weight_bits=16,{skip}", model), 3)
+    settings = dict(max_new_tokens=40, group_size=16, ignore_eos=True, temperature=4.0, num_speculative_tokens=8)
+    config = GenerationConfig(draft="quantspec", **settings)
+    state, step, limits = prepared(model, random_prompts([17, 5, 43]), config, draft=made)
+    sampler, r = make_sampler(*[config] * 3), np.random.default_rng(0)
+    run = jax.jit(lambda state: propose(made, state.draft, state.cache, current_round(sampler, state, limits))[0])
+
+    def beyond(x, lengths):
+        there = np.arange(x.shape[2]) < np.asarray(lengths)[:, None]
+        return jnp.where(there[:, None, :, None], x, jnp.asarray(r.normal(0, 30, x.shape)))
+
+    differ = []
+    for _ in range(6):
+        lengths = state.cache.lengths.buffered
+        other = tuple(layer.with_buffer(jax.tree.map(lambda x: beyond(x, lengths), layer.buffer)) for layer in state.cache.layers)  # noqa: B023
+        one, two = run(state), run(dataclasses.replace(state, cache=dataclasses.replace(state.cache, layers=other)))
+        np.testing.assert_array_equal(one.eligible, two.eligible)
+        usable = np.arange(8) < np.asarray(one.eligible)[:, None]
+        differ.append((np.asarray(one.tokens)[usable] != np.asarray(two.tokens)[usable]).any())
+        state = step(state)
+    assert any(differ) == planted
+
+
+def test_the_head_of_a_row_that_has_ended_stays(float64):
+    model = random_model(jnp.float64, num_hidden_layers=1)
+    draft = Eagle3Draft(random_head(model), 2, 9)
+    config = dataclasses.replace(FULL, num_speculative_tokens=3, draft="quantspec", temperature=1.0)
+    limits = make_limits(model, dataclasses.replace(config, max_new_tokens=4), config)
+    state, step, _ = prepared(model, random_prompts([9, 14]), config, draft=draft, limits=limits)
+    while state.status[0] == 0:
+        state = step(state)
+    kept = lambda state: (state.draft.count[0], state.draft.own.cache.taken[0], state.draft.tokens[0], state.draft.hidden[0])
+    before, state = kept(state), step(state)
+    assert before[0] > 0 and state.status[1] == 0
+    jax.tree.map(np.testing.assert_array_equal, kept(state), before)
 
 
 @pytest.fixture

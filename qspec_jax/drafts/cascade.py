@@ -61,8 +61,9 @@ class CascadeDraft(DraftOfTwo):
                 "drafts that step the target's own cache, such as quantspec and sparse"
             )
         skipped = getattr(self.middle, "skipped", NO_LAYERS)
-        if self.first.taps and (isinstance(skipped, Deferred) or skipped):
-            raise InputError("draft middle should skip no layers in front of a draft that reads features, such as eagle3")
+        # What such a middle leaves out of a layer the first draft would read there: what earlier drafts left, rejected ones among them.
+        if (self.first.taps or not self.first.independent) and (isinstance(skipped, Deferred) or skipped):
+            raise InputError("draft middle should skip no layers, unless the first is prompt-lookup or small-model")
 
     def at_once(self, gamma: int) -> int:
         """How many tokens the first draft drafts at a time in rounds of gamma.

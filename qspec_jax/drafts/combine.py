@@ -8,17 +8,15 @@ some tokens to others, and the proposal's distributions would not be those of th
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Self
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from qspec_jax.caches.cache import Cache, where_rows
-from qspec_jax.drafts.draft import Draft, DraftSettings, Prompt, Proposal, Round, State, StepwiseDraft
+from qspec_jax.drafts.draft import Draft, DraftSettings, Prompt, Proposal, Round, State
 from qspec_jax.drafts.draft_of_two import DraftOfTwo, SettingsOfTwo
 from qspec_jax.models.llama import Llama
-from qspec_jax.models.viewed import ViewedModel
 
 
 @jax.tree_util.register_dataclass
@@ -55,22 +53,6 @@ class CombinedDraft(DraftOfTwo):
             Proposal(one.tokens, one.distributions, one.eligible, one_foreseen, _by(one, 0)),
         )
         return picked, (first_state, second_state), cache
-
-    def in_loop(self) -> Self:
-        first = self.first.in_loop()
-        return CombinedDraft(first, _with_head_of(first, self.first, self.second).in_loop())
-
-
-def _with_head_of(made: Draft, before: Draft, draft: Draft) -> Draft:
-    """The draft with the head that another one, `before`, has made for the loop, if they step the same model, so that there is one."""
-    steps = all(isinstance(each, StepwiseDraft) for each in (made, before, draft))
-
-    def bits(draft):
-        return getattr(draft, "head_bits", 16)
-
-    if not steps or before.step.model is not draft.step.model or bits(before) == 16 or bits(before) != bits(draft):
-        return draft
-    return dataclasses.replace(draft, step=ViewedModel(made.step.model, draft.step.view), head_bits=16)
 
 
 def _foreseen(proposal: Proposal, eligible: jax.Array) -> jax.Array:

@@ -5,9 +5,20 @@ from collections.abc import Callable
 from typing import ClassVar, Self
 
 from qspec_jax.caches.cache import Cache, Gives
-from qspec_jax.drafts.draft import Draft, DraftSettings, RoundResult, State, Taps, checkpoints_of, needs_full_layers, needs_of
+from qspec_jax.drafts.draft import (
+    Draft,
+    DraftSettings,
+    RoundResult,
+    State,
+    StepwiseDraft,
+    Taps,
+    checkpoints_of,
+    needs_full_layers,
+    needs_of,
+)
 from qspec_jax.errors import InputError
 from qspec_jax.models.skipping import Skipped
+from qspec_jax.models.viewed import ViewedModel
 
 
 class DraftOfTwo(Draft):
@@ -77,7 +88,21 @@ class DraftOfTwo(Draft):
         return self._changed(lambda part: part.in_prefill())
 
     def in_loop(self) -> Self:
-        return self._changed(lambda part: part.in_loop())
+        one, other = self.parts
+        made = one.in_loop()
+        return dataclasses.replace(self, **dict(zip(self.PARTS, (made, _with_head_of(made, one, other).in_loop()), strict=True)))
+
+
+def _with_head_of(made: Draft, before: Draft, draft: Draft) -> Draft:
+    """The draft with the head that another one, `before`, has made for the loop, if they step the same model, so that there is one."""
+    steps = all(isinstance(each, StepwiseDraft) for each in (made, before, draft))
+
+    def bits(draft):
+        return getattr(draft, "head_bits", 16)
+
+    if not steps or before.step.model is not draft.step.model or bits(before) == 16 or bits(before) != bits(draft):
+        return draft
+    return dataclasses.replace(draft, step=ViewedModel(made.step.model, draft.step.view), head_bits=16)
 
 
 class SettingsOfTwo:

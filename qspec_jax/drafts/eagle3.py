@@ -110,11 +110,12 @@ class Eagle3Draft(Draft):
 
     def propose(self, state: HeadState, cache: Cache, current: Round) -> tuple[Proposal, HeadState, Cache]:
         head, width = self.head, state.hidden.shape[1]
-        column, last = jnp.arange(width), jnp.maximum(state.count - 1, 0)
+        count = jnp.where(current.running, state.count, 0)  # a row that has ended keeps its pairs for what may continue it
+        column, last = jnp.arange(width), jnp.maximum(count - 1, 0)
         tokens = jnp.where(column == last[:, None], current.pending[:, None], state.tokens)
         positions = state.own.position[:, None] + column
         logits, fed_back, fed = head(state.hidden, tokens, positions, state.own.cache, view=FULL_PRECISION)
-        own = state.own.keep(head, fed, state.count, width)
+        own = state.own.keep(head, fed, count, width)
         first, hidden = (jnp.take_along_axis(x, last[:, None, None], 1) for x in (logits, fed_back))
 
         def step(tokens, positions, carried):
@@ -126,10 +127,10 @@ class Eagle3Draft(Draft):
         carried = FedBack(own.cache, hidden)
         proposal, carried = propose_by_steps(step, carried, current, first=head.in_targets_vocabulary(first[:, 0]))
         own = dataclasses.replace(own, cache=carried.cache)
-        knows = state.count > 0
+        knows = count > 0
         foreseen = jnp.where(knows, current.eligible, 0)
         proposal = dataclasses.replace(proposal, eligible=jnp.where(knows, proposal.eligible, 0), foreseen=foreseen)
-        return proposal, dataclasses.replace(state, own=own, count=jnp.zeros_like(state.count)), cache
+        return proposal, dataclasses.replace(state, own=own, count=state.count - count), cache
 
     def commit(self, state: HeadState, result: RoundResult, cache: Cache) -> HeadState:
         came, more = (result.count > 0)[:, None], state.hidden.shape[1] - result.tokens.shape[1]
@@ -164,8 +165,10 @@ class Eagle3Settings:
         return (self.model,)
 
     def make(self, model: Llama, int4: Callable[[], Llama]) -> Eagle3Draft:
-        """The draft of a model. Raises InputError as `load_head` does, and for a window that is longer than the head's positions."""
+        """The draft of a model. Raises InputError as `load_head` does, and for a window that the head's positions or RoPE do not allow."""
         head = self._in_bits(load_head(self.model, model))
+        if (kind := head.config.rope.rope_type) in ("dynamic", "longrope"):
+            raise InputError(f"{self.model}: the head's {kind} RoPE depends on the length of the whole text, of which it reads a window")
         if (own := head.config.sliding_window) is not None and head.config.windowed_layers:
             log.info("draft eagle3: the head has a sliding window; sinks is 0, and window %d", min(self.window, own))
             return Eagle3Draft(head, 0, min(self.window, own))
