@@ -10,6 +10,7 @@ import pytest
 from heads import random_head, write_head
 from runs import prepared, random_model, random_prompts, with_draft
 from test_eagle3_head import HEADS, NAMES, close
+from tiers import in_system
 
 from pallas_kernels.formats.views import FULL_PRECISION
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight
@@ -69,7 +70,7 @@ def test_the_last_tap_is_what_the_last_layer_leaves():
     np.testing.assert_allclose(model.logits(left), logits, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [NAMES[0], *in_system(*NAMES[1:])])
 def test_the_first_drafts_are_the_goldens(name, target, golden):
     draft = make_draft(f"eagle3:model={HEADS / name},sinks=4,window=56", target)
     config = dataclasses.replace(FULL, num_speculative_tokens=5, draft="quantspec")
@@ -78,7 +79,7 @@ def test_the_first_drafts_are_the_goldens(name, target, golden):
     np.testing.assert_array_equal(next_drafts(draft, state, limits), golden[f"{name}.chain_ids"])
 
 
-@pytest.mark.parametrize("sinks", [0, 2])
+@pytest.mark.parametrize("sinks", [2, *in_system(0)])
 def test_what_a_head_has_read_by_rounds_is_what_it_reads_at_once(float64, sinks):
     """Beyond the window, where drafts were accepted and where none were. Drafts are compared where one pair came: of several that are read
     in one pass the later ones see a longer window."""
@@ -130,7 +131,7 @@ def test_a_middle_that_skips_layers_is_refused(first, skip):
     CascadeDraft(make_draft("prompt-lookup", model), make_draft(f"quantspec:skip={skip}", model))
 
 
-@pytest.mark.parametrize("draft", ["a head", "sparse before quantspec", "a head before quantspec", "planted"])
+@pytest.mark.parametrize("draft", ["a head before quantspec", *in_system("a head", "sparse before quantspec", "planted")])
 def test_proposals_depend_on_nothing_beyond_the_lengths(float64, draft, monkeypatch):
     """Such rows are of drafts that were rejected. One row alone is written at a time, as by the kernel for GPUs. Planted: a middle that
     leaves out what the first then reads."""
@@ -183,7 +184,9 @@ def directory(tmp_path):
     return write_head(tmp_path / "head", random_model(jnp.float32), tokens=16)
 
 
-@pytest.mark.parametrize("draft", ["{}", "combine:prompt-lookup+({},weight_bits=4,head_bits=8)", "cascade:first=({}),middle=quantspec"])
+@pytest.mark.parametrize(
+    "draft", ["cascade:first=({}),middle=quantspec", *in_system("{}", "combine:prompt-lookup+({},weight_bits=4,head_bits=8)")]
+)
 def test_a_head_by_its_directory(directory, draft):
     model, prompts = random_model(jnp.float32), random_prompts([30, 11])
     text = draft.format(f"eagle3:model={directory},window=20")
@@ -210,7 +213,7 @@ def test_a_head_in_fewer_bits_is_nearly_the_same(directory, bits, kinds):
     assert 0.01 < error < 0.3
 
 
-@pytest.mark.parametrize("settings", [dict(temperature=0.0), dict(temperature=0.9)], ids=str)
+@pytest.mark.parametrize("settings", [dict(temperature=0.9), *in_system(dict(temperature=0.0))], ids=str)
 def test_rows_that_are_replaced_are_those_of_a_batch_of_one(directory, settings):
     model = random_model(jnp.float32)
     config = dataclasses.replace(FULL, draft=f"eagle3:model={directory},window=20", num_speculative_tokens=3, max_new_tokens=20, **settings)
