@@ -130,7 +130,12 @@ def _names(settings: Eagle3Config, tensors: Mapping[str, Tensor]) -> dict[str, s
     return names | {"hidden_norm.weight": f"{first}.hidden_norm.weight"}
 
 
-def _shapes(settings: Eagle3Config) -> dict[str, tuple[int, ...]]:
+def specforge_names(settings: Eagle3Config) -> dict[str, str]:
+    """The name of each weight's tensor in SpecForge's layout, by the weight's path in `Eagle3Head`, also of those that this head lacks."""
+    return _names(settings, dict.fromkeys(["midlayer."]))
+
+
+def shapes_of_head(settings: Eagle3Config) -> dict[str, tuple[int, ...]]:
     """The shapes of a head's weights, by their paths, all of them its own."""
     shapes = {}
 
@@ -148,7 +153,7 @@ def _check(
     """Raises one InputError for all wrong names, shapes and dtypes. targets: the weights that may be missing."""
     if "fc.weight" not in tensors:
         raise InputError(f"{directory}: no EAGLE-3 head: its tensors should have fc.weight, which fuses the target's hidden states")
-    expected = {names[path]: shape for path, shape in _shapes(settings).items()}
+    expected = {names[path]: shape for path, shape in shapes_of_head(settings).items()}
     free = {names[path] for path in targets}
     wrong = []
     if missing := sorted(expected.keys() - tensors.keys() - free):

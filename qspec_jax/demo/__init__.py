@@ -1,4 +1,4 @@
-"""The embedded model: a Llama of 7.9 M parameters, trained on Python source."""
+"""The embedded model, a Llama of 7.9 M parameters trained on Python source, and an EAGLE-3 head for it."""
 
 import importlib.resources
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 
 MODEL = Path(str(importlib.resources.files(__name__) / "model"))
+HEAD = MODEL.parent / "head"
 
 
 def dtype() -> str | None:

@@ -170,8 +170,9 @@ class Eagle3Settings:
         if (kind := head.config.rope.rope_type) in ("dynamic", "longrope"):
             raise InputError(f"{self.model}: the head's {kind} RoPE depends on the length of the whole text, of which it reads a window")
         if (own := head.config.sliding_window) is not None and head.config.windowed_layers:
-            log.info("draft eagle3: the head has a sliding window; sinks is 0, and window %d", min(self.window, own))
-            return Eagle3Draft(head, 0, min(self.window, own))
+            before = min(self.window, max(1, own - 1))  # a window counts the pair itself
+            log.info("draft eagle3: the head has a sliding window; sinks is 0, and window %d", before)
+            return Eagle3Draft(head, 0, before)
         if self.sinks + self.window > (most := head.config.max_length):
             given = f"draft sinks {self.sinks} and window {self.window}"
             raise InputError(f"{given} should together be at most the {most} positions of {self.model}")

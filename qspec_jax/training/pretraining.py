@@ -70,14 +70,20 @@ class _Trunk(Llama):
 
 @dataclasses.dataclass(frozen=True)
 class CausalAttention(AttendingCache):
-    """A cache that keeps nothing: causal attention within the tokens of the call."""
+    """A cache that keeps nothing: causal attention within the tokens of the call.
+
+    windows: of each layer the number of tokens that a token attends to, itself included; None: all. Empty: all, in all layers.
+    """
 
     kv_heads: int
+    windows: tuple[int | None, ...] = ()
 
     def attend(self, layer: int, qkv: Array, cos: Array, sin: Array, *, view: Any) -> tuple[Array, None, None]:
         q, k, v = split_and_rotate(qkv, cos, sin, kv_heads=self.kv_heads)
         fused = jax.default_backend() == "gpu" and q.dtype == jnp.bfloat16
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn" if fused else "xla"), None, None
+        window = self.windows[layer] if self.windows else None
+        how = dict(implementation="cudnn" if fused else "xla", local_window_size=None if window is None else (window - 1, 0))
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, **how), None, None
 
     def advance(self, layers: tuple[None, ...], tokens: int) -> "CausalAttention":
         return self
@@ -126,12 +132,15 @@ _head.defvjp(lambda hidden, embedding: (_head(hidden, embedding), (hidden, embed
 # Training
 
 
-def make_optimizer(s: Settings) -> optax.GradientTransformation:
-    """Muon for the matrices of the layers (stored [out, in]), AdamW without decay for the embedding and the norms."""
+def make_optimizer(s: Settings, *, others: Sequence[str] = ()) -> optax.GradientTransformation:
+    """Muon for the matrices of the layers (stored [out, in]), AdamW without decay for the embedding and the norms.
+
+    others: paths of further matrices.
+    """
     out_in = MuonDimensionNumbers(reduction_axis=1, output_axis=0)
 
     def matrices(params):
-        return {path: out_in if is_linear(path) else None for path in params}
+        return {path: out_in if is_linear(path) or path in others else None for path in params}
 
     return optax.chain(
         optax.clip_by_global_norm(s.clip),

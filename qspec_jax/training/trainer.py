@@ -136,7 +136,7 @@ class Trainer:
 
     def __init__(self, recipe: Recipe, stream: np.ndarray, devices: Sequence[jax.Device] | None = None):
         self.recipe = recipe
-        self.config = LlamaConfig.from_hf(recipe.model)
+        self.config = self._config()
         self.optimizer = make_optimizer(recipe.short)
         self.devices = devices or jax.devices()[:1]
         self.stream = jax.device_put(stream, over(self.devices)[0])
@@ -151,7 +151,7 @@ class Trainer:
             until: when steps and evaluations are to be over at the latest, a time of time.monotonic().
             evaluate: the function that `train` will be given, if the initial parameters are to be evaluated and evaluations to be timed.
         """
-        self.params = initial_params(self.config, self.recipe.short.seed)
+        self.params = self._initial()
         self.state = self.optimizer.init(self.params)
         held_out = [[0, evaluate(self.params)]] if evaluate else []
         self.progress = TrainingProgress(steps or self._steps_in(seconds, until, evaluate), held_out=held_out)
@@ -184,8 +184,15 @@ class Trainer:
             self._step(s, starts, 0.0)
         return (time.monotonic() - began) / s.timed_steps
 
-    def train(self, until: float, evaluate: Callable[[Params], float], bar: tqdm) -> None:
-        """Takes steps to the last, or until a time (of time.monotonic()), but at least one. evaluate(params) gives bits per byte."""
+    def train(self, until: float, evaluate: Callable[[Params], float], bar: tqdm, *, evaluated: Callable[[], None] = lambda: None) -> None:
+        """Takes steps to the last, but at least one.
+
+        Args:
+            until: a time of time.monotonic() after which no other step begins.
+            evaluate: evaluate(params) gives bits per byte.
+            bar: is updated with each step.
+            evaluated: called after each evaluation.
+        """
         p, current = self.progress, None
         every = self._evaluated_every(p.steps)
         bar.update(p.step)
@@ -205,6 +212,7 @@ class Trainer:
             bar.set_postfix(nats=f"{nats:.3f}", context=s.context, refresh=False)
             if p.completed or p.step % every == 0:
                 p.held_out.append([self.tokens_seen, evaluate(self.params)])
+                evaluated()
             if time.monotonic() > until:
                 return
 
@@ -229,8 +237,22 @@ class Trainer:
     def _compile(self, s: Settings) -> Callable:
         if s not in self.compiled:
             args = (self.params, self.state, self.stream, np.zeros(s.batch, np.int32), np.float32(0))
-            self.compiled[s] = make_step(self.config, s, self.optimizer, self.devices).lower(*args).compile()
+            self.compiled[s] = self._made(s, args)
         return self.compiled[s]
+
+    # What is trained: a Llama.
+
+    def _config(self) -> LlamaConfig:
+        return LlamaConfig.from_hf(self.recipe.model)
+
+    def _initial(self) -> Params:
+        return initial_params(self.config, self.recipe.short.seed)
+
+    def _shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        return Llama(self.config, lambda path, shape: jax.ShapeDtypeStruct(shape, jnp.float32)).weights()
+
+    def _made(self, s: Settings, args: tuple) -> Callable:
+        return make_step(self.config, s, self.optimizer, self.devices).lower(*args).compile()
 
     def save(self, path: Path) -> None:
         """Writes everything that `load` needs; a reader finds the old file or the new one, whole."""
@@ -240,11 +262,7 @@ class Trainer:
 
     def load(self, path: Path) -> None:
         """Raises InputError for a file that `save` did not write, or wrote for another recipe."""
-
-        def make(name, shape):
-            return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-        params = Llama(self.config, make).weights()
+        params = self._shapes()
         wanted = params, jax.eval_shape(self.optimizer.init, params)
         try:
             with safe_open(path, framework="np") as file:
