@@ -252,7 +252,7 @@ class Call:
 
 @contextlib.contextmanager
 def _own_mlir_context() -> Iterator[None]:
-    """What this thread lowers within has a context of MLIR that nothing else is lowered in.
+    """Within it this thread lowers in a context of MLIR that no other program shares.
 
     From 0.11 on JAX lowers up to eleven programs of a thread in one context. Passes that compile a program load dialects into its context,
     which two threads must not do at a time: processes ended with a segmentation fault, on a GPU one generation in 20 (jax 0.11.2).
@@ -268,8 +268,8 @@ def _own_mlir_context() -> Iterator[None]:
 
 
 def _leave_mlir_context() -> None:
-    """Makes the context that this thread lowers in a new one. JAX returns the same one a number of times, 11 in jax 0.11.2, before it makes
-    another: asking for it uses it up."""
+    """Gives this thread a new context of MLIR for what it lowers next. JAX returns the same one a number of times, 11 in jax 0.11.2, before
+    it makes another: asking for it uses it up."""
     current = mlir.make_ir_context()
     if all(mlir.make_ir_context() is current for _ in range(64)):
         log.warning("JAX %s lowers all programs of a thread in one context of MLIR: compiling them side by side may fail", jax.__version__)

@@ -45,7 +45,7 @@ class Taps:
     last: int
 
     def of_prompt(self, n: Int[Array, "B"]) -> Int[Array, "B W"]:
-        """The tokens of a prompt of n[b] that `Prompt.features` are of, in their order; the columns beyond n[b] mean nothing."""
+        """The positions of the tokens that `Prompt.features` belong to, in a prompt of n[b] tokens; columns beyond n[b] mean nothing."""
         column = jnp.arange(self.first + self.last)
         left_out = jnp.maximum(n - len(column), 0)[:, None]
         return jnp.where(column < self.first, column, column + left_out)

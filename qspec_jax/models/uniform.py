@@ -71,9 +71,7 @@ class UniformModel(ViewedModel):
         observe: bool = False,
         taps: tuple[int, ...] = (),
     ) -> tuple[Float[Array, "B T V"], AttendingCache, Seen]:
-        return self._by_row(functools.partial(super().watched, observe=observe, taps=taps), tokens, positions, cache)
-
-    def _by_row(self, one_row: Callable, tokens: Array, positions: Array, cache: Any) -> tuple[Array, Any, Seen]:
+        one_row = functools.partial(super().watched, observe=observe, taps=taps)
         B, T = tokens.shape
         if T > WIDTH:
             raise ValueError(f"a pass of {T} tokens; with passes of one shape it should have at most {WIDTH}")
