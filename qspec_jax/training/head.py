@@ -318,16 +318,9 @@ def run(
             save()
     report = HeadReport(
         **this_run(),
+        **trainer.figures_so_far(),
         directory=str(directory),
-        parameters=sum(array.size for array in trainer.params.values()),
-        completed=done.completed,
-        step=done.step,
-        steps=done.steps,
-        tokens_seen=trainer.tokens_seen,
-        train_seconds=done.seconds,
-        tokens_per_second=trainer.tokens_seen / done.seconds,
-        nats=float(np.mean(done.train_nats[-20:])),
-        held_out_while_training=done.held_out,
+        nats=trainer.recent_nats,
         held_out=trainer.evaluated(trainer.params, rows) if done.completed else [],
     )
     if done.completed:

@@ -277,11 +277,13 @@ class Trainer:
 
     def report(self, directory: Path) -> TrainingReport:
         """Figures so far, without those of a completed run."""
+        figures = self.figures_so_far() | dict(nats_per_token=self.recent_nats, held_out_bits_per_byte={})
+        return TrainingReport(**this_run(), directory=str(directory), devices=len(self.devices), **figures)
+
+    def figures_so_far(self) -> dict[str, Any]:
+        """The figures that reports of all recipes have, by the names of their fields."""
         p = self.progress
-        return TrainingReport(
-            **this_run(),
-            directory=str(directory),
-            devices=len(self.devices),
+        return dict(
             parameters=sum(array.size for array in self.params.values()),
             completed=p.completed,
             step=p.step,
@@ -289,10 +291,13 @@ class Trainer:
             tokens_seen=self.tokens_seen,
             train_seconds=p.seconds,
             tokens_per_second=self.tokens_seen / p.seconds,
-            nats_per_token=float(np.mean(p.train_nats[-20:])),
             held_out_while_training=p.held_out,
-            held_out_bits_per_byte={},
         )
+
+    @property
+    def recent_nats(self) -> float:
+        """The mean loss of the last 20 steps, on training text."""
+        return float(np.mean(self.progress.train_nats[-20:]))
 
 
 def read_training_text(*, smoke: bool) -> corpus.Corpus:
