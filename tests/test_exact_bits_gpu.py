@@ -28,8 +28,9 @@ SHAPES = {  # two layers
     "8B": dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8),
     "7B": dict(hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_key_value_heads=32),
 }
-LENGTHS = G - 1, 2 * G - 16, 2 * G + 5, 5 * G, 9 * G - 16, 10 * G + 77  # of rows, around what a flush and a chunk of the buffer end with
-CAPACITY = 12 * G
+# Of rows, around what a flush and a chunk of the buffer end with; the last 16 tokens stay within a span of a full cache.
+LENGTHS = G - 1, 2 * G - 16, 2 * G + 5, 5 * G, 9 * G - 16, 41 * G + 77
+CAPACITY = 44 * G
 
 
 @functools.cache

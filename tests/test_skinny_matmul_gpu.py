@@ -67,7 +67,7 @@ def skinny_kernel(make: Callable, x: jax.Array, weights: Sequence[jax.Array | In
 
 
 @gpu
-@few_rows_problems([2, 13, 32, 64], [1, 2, 8, 9, 16])
+@few_rows_problems([2, 13, 64, 65, 128], [1, 2, 8, 9, 16])
 def test_skinny_equals_float32(make, inputs, outputs, rows):
     weights = tuple(make(out, inputs, i) for i, out in enumerate(outputs))
     # `mosaic_plain` gives no float32 of more inputs.
@@ -81,7 +81,7 @@ def test_skinny_equals_float32(make, inputs, outputs, rows):
 
 
 @gpu
-@pytest.mark.parametrize("rows", [1, 8, 30, 64])
+@pytest.mark.parametrize("rows", [1, 8, 30, 64, 100])
 @pytest.mark.parametrize(("inputs", "out"), [(4096, 14336), (4096, 11008), (128, 8), (1920, 1064), (8192, 28672)])
 def test_gated_equals_float32(inputs, out, rows):
     gate, up = (plain_weight(out, inputs, i) for i in range(2))
@@ -109,13 +109,13 @@ def gated_error(y: jax.Array, x: jax.Array, gate: jax.Array, up: jax.Array) -> f
 
 
 @gpu
-@few_rows_problems([64], [8, 16])
+@few_rows_problems([64, 128], [8, 16])
 def test_a_skinny_row_depends_on_no_other(make, inputs, outputs, rows):
     weights = tuple(make(out, inputs, i) for i, out in enumerate(outputs))
     x = activations(rows, inputs, True)
     run = skinny_kernel(make, x, weights, "bfloat16")
     together = np.asarray(run(x, weights))
-    for fewer in {8: [1, 5], 16: [9, 13], 64: [1, 8, 31]}[rows]:
+    for fewer in {8: [1, 5], 16: [9, 13], 64: [1, 8, 31], 128: [1, 64, 65, 72]}[rows]:
         np.testing.assert_array_equal(np.asarray(run(x[-fewer:], weights)), together[-fewer:])
     spoilt = np.asarray(run(x.at[2, 77].set(jnp.nan), weights))
     assert np.isnan(spoilt[2].astype(np.float32)).all()
@@ -284,7 +284,7 @@ def test_int8_plans_fit(rows):
 
 
 @pytest.mark.parametrize("multiprocessors", [16, 114, 132])
-@pytest.mark.parametrize("rows", [1, 30, 64])
+@pytest.mark.parametrize("rows", [1, 30, 64, 65, 128])
 def test_plain_plans_cover_all_outputs_and_fit(rows, multiprocessors):
     for inputs, outputs in [*PLAIN_SHAPES, (128, 28 * (8,)), *((inputs, (out,)) for inputs, out in MODELS)]:
         plan = mosaic_plain_plan.Plan(rows, inputs, outputs, multiprocessors)
@@ -294,7 +294,7 @@ def test_plain_plans_cover_all_outputs_and_fit(rows, multiprocessors):
         turns = math.ceil(plan.blocks / multiprocessors)
         assert turns == 1 or sum(math.ceil(out / (turns - 1) / multiprocessors / 8) * 8 for out in outputs) > mosaic_plain_plan.MAX_OUTPUTS
         copied = math.ceil(rows / 8) * 8
-        used = 256 * (plan.slots * (copied + sum(plan.shares)) + 64 - copied) + 8 * plan.slots
+        used = 2 * plan.step * (plan.slots * (copied + sum(plan.shares)) + plan.product_rows - copied) + 16 * plan.slots
         assert used <= SHARED_BYTES - RESERVED_BYTES
 
 
@@ -304,7 +304,7 @@ def test_the_plain_kernel_leaves_room_for_the_choice_of_tokens():
     assert choice.shared.total + RESERVED_BYTES <= mosaic_plain_plan.OTHERS_BYTES
     for inputs, outputs in ((4096, (14336, 14336)), (4096, (4096, 1024, 1024)), (4096, (4096,)), (14336, (4096,))):
         plan = mosaic_plain_plan.Plan(32, inputs, outputs, 132)
-        used = 256 * (plan.slots * (32 + sum(plan.shares)) + 32)
+        used = 2 * plan.step * (plan.slots * (32 + sum(plan.shares)) + 32)
         assert used + mosaic_plain_plan.OTHERS_BYTES <= SHARED_BYTES - RESERVED_BYTES
 
 
@@ -315,6 +315,9 @@ def test_the_plain_kernel_leaves_room_for_the_choice_of_tokens():
         (57, 128, (16,), 2, True, False),
         (64, 512, (32, 32), 4, False, True),
         (64, 384, (448,), 1, True, False),  # two turns
+        (100, 1024, (48, 16), 2, True, False),  # two warpgroups
+        (128, 512, (32, 32), 4, False, True),
+        (13, 1024, (512, 512), 5, False, True),  # weights are the first operand
     ],
 )
 def test_the_emulated_plain_kernel_has_no_races(monkeypatch, capfd, rows, inputs, outputs, multiprocessors, float32_out, gated):
@@ -327,6 +330,7 @@ def test_the_emulated_plain_kernel_has_no_races(monkeypatch, capfd, rows, inputs
     monkeypatch.setattr(mosaic_plain_plan.Plan, "slots", property(lambda plan: min(plan.steps, 3)))
     x, weights = activations(rows, inputs, True), [plain_weight(out, inputs, i) for i, out in enumerate(outputs)]
     plan = mosaic_plain_plan.Plan(rows, inputs, outputs, multiprocessors, float32_out, gated)
+    assert plan.weights_first == (rows == 13)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         y = mosaic_plain.run(plan, x, weights)
     assert y.shape == (rows, sum(plan.written)) and y.dtype == plan.dtype
@@ -374,18 +378,21 @@ def test_outputs_of_the_plain_kernel_differ_between_devices():
     assert jax.eval_shape(own, x, weight).shape == (8, 64) and found == [frozenset({"d"})]
 
 
-@pytest.mark.parametrize(("rows", "gated"), [(1, True), (5, False), (19, False), (33, True)])
-def test_the_emulated_plain_kernel_with_fewer_rows_and_outputs(rows, gated):
+@pytest.mark.parametrize(
+    ("rows", "outputs", "gated"),
+    [(1, (104, 104), True), (5, (104, 8), False), (33, (104, 104), True), (65, (104, 8), False), (5, (456, 456), True)],
+)
+def test_the_emulated_plain_kernel_with_fewer_rows_and_outputs(rows, outputs, gated):
     """Fewer rows than a product takes, outputs that blocks cannot divide evenly, and a weight of fewer outputs than there are blocks: what
     is read while it is copied, and what two blocks write, makes no difference."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     if jax.default_backend() != "cpu" or jax.__version_info__ < (0, 11):
         pytest.skip("needs a CPU, and jax 0.11 to emulate Mosaic GPU")
-    outputs = (104, 104) if gated else (104, 8)
     x, weights = activations(rows, 256, False), [plain_weight(out, 256, i) for i, out in enumerate(outputs)]
     plan = mosaic_plain_plan.Plan(rows, 256, outputs, 5, float32_out=not gated, gated=gated)
-    assert plan.shares[0] == 24 and plan.blocks == 5
+    assert plan.weights_first == (outputs[0] == 456)
+    assert plan.shares[0] * (plan.blocks - 1) < outputs[0] < plan.shares[0] * plan.blocks
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         y = mosaic_plain.run(plan, x, weights)
     if gated:
@@ -427,14 +434,14 @@ def test_so_many_weights_as_a_block_has_no_outputs_for_are_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("rows", "inputs", "out", "dtypes", "reason"),
     [
-        (65, 256, 64, ("bfloat16",) * 3, "up to 64 rows"),
+        (129, 256, 64, ("bfloat16",) * 3, "up to 128 rows"),
         (2, 256, 64, ("float32", "bfloat16", "float32"), "bfloat16, not float32"),
         (2, 256, 64, ("bfloat16", "float32", "float32"), "bfloat16, not float32"),
         (2, 256, 64, ("bfloat16", "bfloat16", "float16"), "not float16"),
         (2, 192, 64, ("bfloat16",) * 3, "multiples of 128"),
         (2, 14464, 64, ("bfloat16", "bfloat16", "float32"), "float32 of up to 14336 inputs"),
         (2, 256, 60, ("bfloat16",) * 3, "multiples of 8"),
-        (0, 256, 64, ("bfloat16",) * 3, "up to 64 rows, not 0"),
+        (0, 256, 64, ("bfloat16",) * 3, "up to 128 rows, not 0"),
         (2, 0, 64, ("bfloat16",) * 3, "multiples of 128"),
         (2, 256, 0, ("bfloat16",) * 3, "multiples of 8"),
         (17, 256, 64, ("bfloat16", "int8", "bfloat16"), "up to 16 rows"),

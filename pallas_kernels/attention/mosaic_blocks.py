@@ -1,5 +1,6 @@
 """The programs of the blocks of the Mosaic GPU attention: one for the partial results, one that merges them."""
 
+import contextlib
 import functools
 import math
 
@@ -12,6 +13,9 @@ from pallas_kernels.attention.mosaic_runs import Runs, folded
 from pallas_kernels.attention.mosaic_stream import FullSource, Pipeline, QuantizedSource
 from pallas_kernels.attention.mosaic_tile import Tile
 from pallas_kernels.gpu import fragments, numerics, ptx
+
+# Parts that a warp of the merge loads at once, by the partial results of each: a row has up to 64 that are folded by four, over 8 KV heads.
+PARTS_AT_ONCE = {1: 8, SPAN: 4}
 
 
 def copy_queries(plan: Plan, at: dict, queries, thread, batch, kv_head, row_block) -> None:
@@ -40,9 +44,9 @@ def emit_block(plan: Plan, refs: dict) -> None:
     share = Partition(plan, at, kv_head, lane).of_block(split)
     batch, chunks, groups = share.batch, share.chunks, share.groups
     worker, workers = (split - share.first) * plan.teams + warp // team, (share.end - share.first) * plan.teams
-    runs = Runs(plan, batch, chunks, groups) if plan.fixed_runs else None
-    first, last = (runs.dealt(x, workers) if runs else x * (chunks + groups) // workers for x in (worker, worker + 1))
     buffered = buffered_tokens(plan, at, batch)
+    runs = Runs(plan, batch, buffered, groups) if plan.fixed_runs else None
+    first, last = (runs.dealt(x, workers) if runs else x * (chunks + groups) // workers for x in (worker, worker + 1))
     head = batch * plan.kv_heads + kv_head
     listed = QuantizedSource.load_list(plan, at, head, lane) if listed is None else listed
 
@@ -81,16 +85,30 @@ def emit_block(plan: Plan, refs: dict) -> None:
     ptx.synchronize(ptx.i32(0), warps)
     width = {"out": H, "top": 1, "total": 1}
 
-    def store(number, state, is_folded=None) -> None:
-        """Writes a partial result, by its number among all of them. is_folded: see `Tile.store`."""
+    def store(number, partial) -> None:
+        """Writes a partial result, by its number among all of them."""
         first_row = number * plan.block_rows
 
         def place(name, row, entry):
             return at[name] + ptx.i64(first_row + row) * (4 * width[name]) + ptx.i64(entry) * 4
 
-        tile.store(place, state, is_folded)
+        tile.store(place, partial)
+
+    def finish(run, state, before: dict, is_over=None) -> dict:
+        """The partial result of a run, written, where the run is over; with whole spans what it is folded into, which is written once the
+        span is over. before: that of the run before it."""
+        if not plan.whole_spans:
+            with contextlib.nullcontext() if is_over is None else ptx.when(is_over):
+                store(runs.place(row_block, kv_head, run), tile.partial(state))
+            return before
+        partial = runs.folded_into(before, tile.partial(state), run)
+        ends = runs.ends_span(run)
+        with ptx.when(ends if is_over is None else ends & is_over):
+            store(runs.place(row_block, kv_head, run), partial)
+        return partial if is_over is None else jax.tree.map(functools.partial(ptx.select, is_over), partial, before)
 
     state = tile.empty()
+    before = tile.nothing() if plan.whole_spans else {}
     if plan.planes is not None:
         for n in range(0, plan.block_tiles, warps):
             with ptx.when(warp + n < plan.block_tiles):
@@ -100,14 +118,14 @@ def emit_block(plan: Plan, refs: dict) -> None:
         if runs:
 
             def of_run(run, carry):
-                slot, state = streams[0].run_part(runs.first_group(run), runs.first_group(run + 1), *operations, carry[0], tile.empty())
-                with ptx.when(run < runs.without_chunks):
-                    store(runs.place(row_block, kv_head, run), state, runs.is_folded(run))
+                slot, _, before = carry
+                slot, state = streams[0].run_part(runs.first_group(run), runs.first_group(run + 1), *operations, slot, tile.empty())
+                before = finish(run, state, before, run < runs.without_chunks)
                 # Products follow, which all lanes run together.
                 ptx.synchronize(None, 1)
-                return slot, state
+                return slot, state, before
 
-            state = ptx.loop(first, ptx.minimum(last, runs.with_groups), (ptx.i32(0), state), of_run)[1]
+            _, state, before = ptx.loop(first, ptx.minimum(last, runs.with_groups), (ptx.i32(0), state, before), of_run)
         else:
             state = streams[0].run(*operations, state)
         with ptx.when(any_groups):
@@ -127,20 +145,20 @@ def emit_block(plan: Plan, refs: dict) -> None:
 
     if not runs:
         state = full.run(keys, values, state)
-        store(block * plan.teams + warp // team, state)
+        store(block * plan.teams + warp // team, tile.partial(state))
         return
 
     def rest_of_run(run, carry):
+        *carry, before = carry
         slot, state = full.run_part(runs.first_chunk(run), runs.first_chunk(run + 1), keys, values, *carry)
-        store(runs.place(row_block, kv_head, run), state, runs.is_folded(run))
-        return slot, tile.empty()
+        return slot, tile.empty(), finish(run, state, before)
 
     if plan.planes is not None:
         # The last run that has groups goes on with chunks, unless it ends with a group.
         first = ptx.maximum(first, runs.without_chunks)
         goes_on = first < ptx.minimum(last, runs.with_groups)
         state = jax.tree.map(functools.partial(ptx.select, goes_on), state, tile.empty())
-    ptx.loop(first, last, (ptx.i32(0), state), rest_of_run)
+    ptx.loop(first, last, (ptx.i32(0), state, before), rest_of_run)
 
 
 def emit_merge(plan: Plan, refs: dict) -> None:
@@ -188,25 +206,27 @@ def emit_merge(plan: Plan, refs: dict) -> None:
         values = [x for j in range(0, width, 4) for x in ptx.load_global(source + 4 * j, min(4, width), result="f")]
         return [top, *values, load("total", worker)]
 
-    def of_part(part) -> list:
+    def of_part(part, loaded: list) -> list:
         """The same of what is folded into a part's."""
-        loaded = [partial(part * each + k) for k in range(each)]
         found = loaded[0]
         for k, other in enumerate(loaded[1:], 1):
             there = part * each + k < workers
             found = [ptx.select(there, x, old) for x, old in zip(folded(found, other), found)]
         return found
 
+    at_once = PARTS_AT_ONCE[each]  # of a warp
+
     def add(i, state):
-        # Several parts at a time, so that the loads wait together.
-        for k in range(8 // each):
-            part = i * (8 // each * WARPS) + warp + k * WARPS
-            part_top, *values = of_part(part)
+        # The loads of all wait together.
+        numbers = [i * (at_once * WARPS) + warp + k * WARPS for k in range(at_once)]
+        loaded = [[partial(part * each + k) for k in range(each)] for part in numbers]
+        for part, found in zip(numbers, loaded):
+            part_top, *values = of_part(part, found)
             weight = ptx.select(part < parts, numerics.exp2(part_top - top), ptx.f32(0.0))
             state = [numerics.fma(weight, x, old) for x, old in zip(values, state)]
         return state
 
-    turn = 8 // each * WARPS
+    turn = at_once * WARPS
     state = ptx.loop(ptx.i32(0), (parts + (turn - 1)) // turn, [ptx.f32(0.0)] * (width + 1), add)
     mine = at["shared"] + warp * (4 * (H + 1))
     for i, x in enumerate(state[:-1]):

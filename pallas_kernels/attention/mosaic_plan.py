@@ -6,7 +6,7 @@ import itertools
 import math
 
 from pallas_kernels import tuning
-from pallas_kernels.attention.support import MAX_ROUND_TOKENS, listed_problem
+from pallas_kernels.attention.support import MAX_ROUND_TOKENS, PASS_SPAN, listed_problem
 from pallas_kernels.dispatch import multiprocessors
 from pallas_kernels.gpu.launch import RESERVED_BYTES, SHARED_BYTES
 from pallas_kernels.gpu.layout import Layout
@@ -25,10 +25,10 @@ LIST_WORDS = 2  # of a list that a lane keeps, 32 columns each
 ROWS = 8  # query rows of a tile
 # Registers of a multiprocessor, and of a thread at most.
 REGISTERS, THREAD_REGISTERS = 65536, 255
-# With fixed runs (`mosaic_runs`): those of a row for each multiprocessor that a KV head has, for 1 or 3 teams of a multiprocessor to share
-# them evenly; the minimum of units of a run, as a partial result of many query tokens may take as long as a unit; the tokens of a run of a
-# full-precision cache; and the runs of a span.
-RUNS, MIN_UNITS, FULL_TOKENS, SPAN = 3, 2, 512, 4
+# With fixed runs (`mosaic_runs`): those of a row for each multiprocessor that a KV head has, over codes, for 1 or 3 teams of a multiprocessor
+# to share them evenly, and over a full-precision cache, for 4; the minimum of units of a run, as a partial result of many query tokens may
+# take as long as a unit; and the runs of a span.
+RUNS, FULL_RUNS, MIN_UNITS, SPAN = 3, 4, 2, 4
 FULL_SLICES = 2  # of a full-precision cache (`Plan.slices`), so chunks of 32 tokens: faster on an H200 than 64 (docs/exact.md)
 SPANS_EACH = 2  # for each team that is resident at once, where teams have whole spans: with fewer some would have twice as much to do
 SPILLED = 16  # registers of a thread that may be in memory at times, where more than three warpgroups share a multiprocessor
@@ -160,7 +160,7 @@ class Plan:
         }
         many = [*([] if self.planes is None else [(1, 3, 4)]), (1, 2, 4), (2, 1, 4), (1, 1, 4), (1, 1, 2)]
         if self.fixed_runs and self.planes is None:
-            few[None], many = [(1, 2, 1), (1, 1, 1)], [(2, 1, 2), (1, 1, 2)]
+            few[None], many = [(1, 1, 1)], [(2, 1, 2), (1, 1, 2)]
         elif self.fixed_runs:
             few[self.planes] = [(1, 3, 4), *few[self.planes]]
         shapes = few[self.planes] if self.block_tiles <= 2 else many
@@ -255,27 +255,23 @@ class Plan:
         return self.group_size // 32
 
     @property
-    def chunks_of_run(self) -> int:
-        """Chunks of a fixed run of a full-precision cache."""
-        return FULL_TOKENS // self.chunk
-
-    @property
     def buffer_chunks(self) -> int:
         """Chunks of a full buffer beside groups, which fixed runs count whether they are there or not."""
         return math.ceil((2 * self.group_size + MAX_ROUND_TOKENS) / self.chunk)
 
     @property
     def runs_limit(self) -> int:
-        """Fixed runs of a row, whatever its length, where there are groups."""
-        return max(1, RUNS * (multiprocessors() // self.kv_heads))
+        """Fixed runs of a row, whatever its length."""
+        return max(1, (FULL_RUNS if self.planes is None else RUNS) * (multiprocessors() // self.kv_heads))
 
     @property
     def max_runs(self) -> int:
         """Fixed runs of a row, at most."""
         if self.planes is None:
-            return math.ceil(math.ceil(self.buffer_rows / self.chunk) / self.chunks_of_run)
-        groups = self.groups if self.list_width is None else self.list_width
-        return min(self.runs_limit, max(1, (groups + self.buffer_chunks) // MIN_UNITS))
+            units = (self.buffer_rows // PASS_SPAN + 1) * PASS_SPAN // self.chunk
+        else:
+            units = (self.groups if self.list_width is None else self.list_width) + self.buffer_chunks
+        return min(self.runs_limit, max(1, units // MIN_UNITS))
 
     @property
     def max_partials(self) -> int:

@@ -1,11 +1,11 @@
 """Runs, for bits that depend on a row's length alone: the parts of a row of the batch that have a partial result each.
 
-What a KV head may read of a row is a line of units: its groups, then the chunks of a full buffer. Runs are equal parts of that line; their
-number depends on its length. A full-precision cache has runs of a fixed number of chunks, counted from its start. Neither depends on the
-number of query tokens or rows, nor on which team reads a run.
+What a KV head may read of a row is a line of units: its groups, then the chunks of a full buffer; or the chunks of a full-precision cache up
+to the multiple of `PASS_SPAN` tokens that comes next. Runs are equal parts of that line; their number depends on its length. Neither depends
+on the number of query tokens or rows, nor on which team reads a run.
 
 SPAN runs are a span: their partial results are folded, one after the other, into the span's. Where there is work enough for teams that have
-whole spans, a team folds as it stores, and there is one partial result for each span; otherwise the merge folds, by the same operations. It
+whole spans, a team folds as it goes on, and writes one partial result for each span; otherwise the merge folds, by the same operations. It
 adds the spans' results in their order. A run that a query sees nothing of adds zeros.
 """
 
@@ -13,6 +13,7 @@ import dataclasses
 
 from pallas_kernels.attention.mosaic_partition import buffered_tokens, groups_to_read
 from pallas_kernels.attention.mosaic_plan import MIN_UNITS, SPAN, Plan
+from pallas_kernels.attention.support import PASS_SPAN
 from pallas_kernels.gpu import numerics, ptx
 
 
@@ -22,30 +23,35 @@ class Runs:
 
     Attributes:
         batch: the row's number.
-        chunks, groups: what is read: chunks of the buffer, and groups.
+        buffered: tokens in full precision, those of the pass included.
+        groups: that are read.
     """
 
     plan: Plan
     batch: ptx.Value
-    chunks: ptx.Value
+    buffered: ptx.Value
     groups: ptx.Value
 
     @classmethod
     def of_row(cls, plan: Plan, at: dict, kv_head, batch) -> "Runs":
-        chunks = (buffered_tokens(plan, at, batch) + (plan.chunk - 1)) // plan.chunk
-        return cls(plan, batch, chunks, groups_to_read(plan, at, batch, kv_head))
+        return cls(plan, batch, buffered_tokens(plan, at, batch), groups_to_read(plan, at, batch, kv_head))
 
     @property
     def number(self):
         """The number of runs: at least one, which may be empty, and no more than have room, whatever the lengths."""
-        if self.plan.planes is None:
-            each = self.plan.chunks_of_run
-            return ptx.maximum(ptx.minimum((self.chunks + (each - 1)) // each, ptx.i32(self.plan.max_runs)), ptx.i32(1))
         return ptx.maximum(ptx.minimum(self._units // MIN_UNITS, ptx.i32(self.plan.runs_limit)), ptx.i32(1))
 
     @property
+    def chunks(self):
+        """The number of chunks of tokens in full precision."""
+        return (self.buffered + (self.plan.chunk - 1)) // self.plan.chunk
+
+    @property
     def _units(self):
-        return self.groups + self.plan.buffer_chunks
+        if self.plan.planes is not None:
+            return self.groups + self.plan.buffer_chunks
+        held = self.buffered - self.plan.tokens
+        return (held // PASS_SPAN + 1) * (PASS_SPAN // self.plan.chunk)
 
     def _first_unit(self, run):
         return run * self._units // self.number
@@ -56,8 +62,7 @@ class Runs:
 
     def first_chunk(self, run):
         """The first chunk of a run; of one that ends with a group 0, and of the run after the last the number of chunks."""
-        in_runs = self.plan.planes is None
-        first = run * self.plan.chunks_of_run if in_runs else ptx.maximum(self._first_unit(run) - self.groups, ptx.i32(0))
+        first = ptx.maximum(self._first_unit(run) - self.groups, ptx.i32(0))
         # The last run takes what is left, for there may be more than `MAX_ROUND_TOKENS` new tokens.
         return ptx.select(run < self.number, ptx.minimum(first, self.chunks), self.chunks)
 
@@ -86,9 +91,14 @@ class Runs:
             return number * self.number // among
         return ptx.minimum(number * self.spans // among * SPAN, self.number)
 
-    def is_folded(self, run):
-        """Whether the partial result of a run is folded into the one that its place has."""
-        return ptx.i32(0) < run % SPAN if self.plan.whole_spans else None
+    def folded_into(self, before: dict, partial: dict, run) -> dict:
+        """The partial result of a run's span up to this run. before: up to the run before it. Both are by query, as `folded` takes them."""
+        begins = run % SPAN == 0
+        return {query: [ptx.select(begins, own, x) for own, x in zip(new, folded(before[query], new))] for query, new in partial.items()}
+
+    def ends_span(self, run):
+        """Whether a run is the last of its span."""
+        return (run % SPAN == SPAN - 1) | (run == self.number - 1)
 
     def place(self, row_block, kv_head, run):
         """The place of a run's partial result among those of all blocks of rows, KV heads and rows of the batch."""

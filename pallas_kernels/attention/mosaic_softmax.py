@@ -6,7 +6,6 @@ import operator
 from collections.abc import Callable
 
 from pallas_kernels.attention.mosaic_plan import ROWS, Plan
-from pallas_kernels.attention.mosaic_runs import folded
 from pallas_kernels.gpu import fragments, numerics, ptx
 
 # Softmax weights are 2^HEADROOM times exp(logit - maximum), for few to fall below what float16 has; times scales they stay below 2^15.
@@ -224,15 +223,11 @@ class SoftmaxTile:
         """The address of this lane's two words of the weights of tile n, step a of `steps`."""
         return self.weights + (n * steps + a) * 256 + self.lane * 8
 
-    def store(self, place: Callable, state: dict, is_folded=None) -> None:
-        """Writes the team's partial results: each warp those of its channels, once the whole team is done with its part of the ring.
+    def partial(self, state: dict) -> dict:
+        """The team's partial result, of which each warp has its channels, once the whole team is done with its part of the ring.
 
-        Args:
-            place: (name, row, entry), the address of that entry of "out", or of "top" or "total" with entry 0, for a row of the block.
-            state: see the class.
-            is_folded: whether what the team has written there before is folded in (`mosaic_runs.folded`); None: nothing has been written.
+        state: see the class. Returns for each of this lane's queries (n, c) the maximum, the sum of weights, and weighted values.
         """
-        H = self.plan.head_dim
         sums = {name: state[name] for name in ("total", "offset") if name in state}
         if self.team > 1:
             # They take the place of the maxima and the excess.
@@ -247,30 +242,30 @@ class SoftmaxTile:
             sums = {name: self._added(pairs) for name, pairs in sums.items()}
             ptx.synchronize(None, 1)
 
-        def row_of(n, c):
-            return self.t * 2 + (n * ROWS + c)
-
-        queries = [(n, c) for n in self.tiles for c in (0, 1)]
-        if is_folded is not None:
-            # One lane of the team writes them for all.
-            before = {
-                query: [ptx.load_global(place(name, row_of(*query), ptx.i32(0)), result="f")[0] for name in ("top", "total")]
-                for query in queries
-            }
-            self.meet() if self.team > 1 else ptx.synchronize(None, 1)
-        for n, c in queries:
-            row = row_of(n, c)
-            to = place("out", row, self.g + self.part * (H // self.team))
-            places = [to + 4 * (16 * i + 8 * high) for i in range(len(state["out"][n])) for high in (0, 1)]
+        def of_query(n, c) -> list:
             values = [acc[c + 2 * high] for acc in state["out"][n] for high in (0, 1)]
             if "offset" in sums:
                 values = [x + sums["offset"][n][c] for x in values]
-            values = [state["top"][n][c], sums["total"][n][c], *values]
-            if is_folded is not None:
-                old = [*before[n, c], *(ptx.load_global(at, result="f")[0] for at in places)]
-                values = [ptx.select(is_folded, x, own) for x, own in zip(folded(old, values), values)]
-            for at, x in zip(places, values[2:]):
-                ptx.store_global(at, x)
+            return [state["top"][n][c], sums["total"][n][c], *values]
+
+        return {(n, c): of_query(n, c) for n in self.tiles for c in (0, 1)}
+
+    def nothing(self) -> dict:
+        """A partial result for one to take its place."""
+        values = self.plan.head_dim // 8 // self.team
+        return {(n, c): [ptx.f32(0.0)] * (2 + values) for n in self.tiles for c in (0, 1)}
+
+    def store(self, place: Callable, partial: dict) -> None:
+        """Writes a partial result.
+
+        place: (name, row, entry), the address of that entry of "out", or of "top" or "total" with entry 0, for a row of the block.
+        """
+        for (n, c), (top, total, *values) in partial.items():
+            row = self.t * 2 + (n * ROWS + c)
+            to = place("out", row, self.g + self.part * (self.plan.head_dim // self.team))
+            for i, x in enumerate(values):
+                ptx.store_global(to + 4 * (8 * i), x)
+            # One lane of the team writes them for all.
             with ptx.when((self.g == 0) & (self.part == 0)):
-                for name, x in zip(("top", "total"), values):
+                for name, x in ("top", top), ("total", total):
                     ptx.store_global(place(name, row, ptx.i32(0)), x)

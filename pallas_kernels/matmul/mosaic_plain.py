@@ -1,4 +1,4 @@
-"""Matmul with plain bfloat16 weights on NVIDIA Hopper in Pallas Mosaic GPU, for up to 64 rows: the weights are read once.
+"""Matmul with plain bfloat16 weights on NVIDIA Hopper in Pallas Mosaic GPU, for up to 128 rows: the weights are read once.
 
 Sums are of all inputs in their order, so a row's outputs depend neither on other rows nor on how many there are. mosaic_plain_block.py has
 what a block does.
@@ -54,13 +54,15 @@ def run(plan: Plan, x: Float[Array, "M in"], weights: Sequence[Array]) -> Float[
     """The weights' outputs one after the other, or those of a gated pair."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from pallas_kernels.matmul.mosaic_plain_block import body
+    from pallas_kernels.matmul.mosaic_plain_block import WARPGROUP, body
 
     kernel = plgpu.kernel(
         functools.partial(body, plan),
         out_type=jax.ShapeDtypeStruct((plan.rows, sum(plan.written)), plan.dtype),
         grid=(plan.blocks,),
         grid_names=("block",),
+        num_threads=plan.warpgroups,
+        thread_name=WARPGROUP,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="gated_matmul" if plan.gated else "plain_matmul",
     )

@@ -2,8 +2,8 @@
 
 It has the same share of the outputs of each weight as every other block, and goes through all inputs, a step at a time. The tensor memory
 accelerator copies a step's weights and activations to a slot of a ring in shared memory; as many steps are on their way as there are slots.
-One warpgroup multiplies. A product takes 64 rows: of those that there are no activations for it reads whatever is in shared memory, and
-their outputs are not written.
+A warpgroup multiplies 64 rows, which a product takes: of those that there are no activations for it reads whatever is in shared memory, and
+their outputs are not written. Where there are two warpgroups, both multiply by the same slots.
 """
 
 import functools
@@ -17,7 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.matmul.mosaic_plain_plan import MAX_ROWS, STEP, TILE, Plan
+from pallas_kernels.matmul.mosaic_plain_plan import PRODUCT_ROWS, TILE, Plan
+
+WARPGROUP = "warpgroup"  # the axis of a block's warpgroups
 
 
 def body(plan: Plan, x, *refs) -> None:
@@ -27,64 +29,100 @@ def body(plan: Plan, x, *refs) -> None:
     block = lax.axis_index("block")
     firsts = [jnp.minimum(block * share, outputs - share) for share, outputs in zip(plan.shares, plan.outputs)]
     tiled = (plgpu.TilingTransform((TILE, 64)), plgpu.SwizzleTransform(128))  # as the tensor cores read it
+    together = functools.partial(pl.run_scoped, collective_axes=WARPGROUP)
 
     def ring(*shape):
-        return plgpu.SMEM((*shape, STEP), jnp.bfloat16, transforms=tiled)
+        return plgpu.SMEM((*shape, plan.step), jnp.bfloat16, transforms=tiled)
 
-    # A product takes 64 rows from the first of a slot on: those that are not there belong to the slots after it.
-    x_rows = (plan.slots - 1) * plan.tiled_rows + MAX_ROWS
-    barriers = plgpu.Barrier(num_arrivals=1 + len(weights), num_barriers=plan.slots)
+    # A product takes 64 rows: those that are not there belong to the slots after it.
+    x_rows = (plan.slots - 1) * plan.tiled_rows + plan.product_rows
+    filled = plgpu.Barrier(num_arrivals=1 + len(weights), num_barriers=plan.slots)
+    emptied = plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=plan.slots)
+    done = plgpu.Barrier(num_arrivals=plan.warpgroups)
     multiply = functools.partial(_multiply, plan, x, weights, firsts)
-    sums = pl.run_scoped(multiply, ring(x_rows), [ring(plan.slots, share) for share in plan.shares], barriers)
+    sums = together(multiply, ring(x_rows), [ring(plan.slots, share) for share in plan.shares], filled, emptied, done)
     found = [total.astype(plan.dtype) for total in sums]
     if plan.gated:
         gate, up = (part.astype(jnp.float32) for part in found)
         found = [(jax.nn.silu(gate) * up).astype(plan.dtype)]
     # They take the ring's place in shared memory.
-    staged = [plgpu.SMEM((MAX_ROWS, share), plan.dtype) for share in plan.shares[: len(found)]]
-    pl.run_scoped(functools.partial(_write, plan, found, firsts, y), *staged)
+    staged = [plgpu.SMEM((plan.product_rows, share), plan.dtype) for share in plan.shares[: len(found)]]
+    together(functools.partial(_write, plan, found, firsts, y), *staged)
 
 
-def _multiply(plan: Plan, x, weights: Sequence, firsts: Sequence, x_ring, weight_rings: Sequence, barriers) -> list:
-    """The block's sums of each weight, [64, outputs] in float32. firsts: the first of its outputs of each."""
+def _multiply(plan: Plan, x, weights: Sequence, firsts: Sequence, x_ring, weight_rings: Sequence, filled, emptied, done) -> list:
+    """The warpgroup's sums of each weight, [rows, outputs], or [outputs, rows] where weights are first, in float32.
 
-    def x_slot(slot, rows: int):
-        return x_ring.at[pl.ds(pl.multiple_of(slot * plan.tiled_rows, TILE), rows)]
+    firsts: the first of the block's outputs of each.
+    """
+    warpgroup = lax.axis_index(WARPGROUP)
+
+    def x_slot(slot, rows: int, first=0):
+        return x_ring.at[pl.ds(pl.multiple_of(slot * plan.tiled_rows + first, TILE), rows)]
 
     def fetch(step) -> None:
-        at, slot = pl.ds(step * STEP, STEP), lax.rem(step, plan.slots)
-        plgpu.copy_gmem_to_smem(x.at[:, at], x_slot(slot, plan.tiled_rows), barriers.at[slot])
+        at, slot = pl.ds(step * plan.step, plan.step), lax.rem(step, plan.slots)
+        plgpu.copy_gmem_to_smem(x.at[:, at], x_slot(slot, plan.tiled_rows), filled.at[slot])
         for weight, ring, first, share in zip(weights, weight_rings, firsts, plan.shares):
-            plgpu.copy_gmem_to_smem(weight.at[pl.ds(first, share), at], ring.at[slot], barriers.at[slot])
+            plgpu.copy_gmem_to_smem(weight.at[pl.ds(first, share), at], ring.at[slot], filled.at[slot])
 
     def accumulate(*sums) -> list:
-        for step in range(plan.slots):
-            fetch(step)
+        @pl.when(warpgroup == 0)
+        def _():
+            for step in range(plan.slots):
+                fetch(step)
 
         @pl.loop(0, plan.steps)
         def _(step):
             slot = lax.rem(step, plan.slots)
-            plgpu.barrier_wait(barriers.at[slot])
+            plgpu.barrier_wait(filled.at[slot])
             for total, ring in zip(sums, weight_rings):
-                plgpu.wgmma(total, x_slot(slot, MAX_ROWS), ring.at[slot].transpose((1, 0)))
+                if plan.weights_first:
+                    plgpu.wgmma(total, ring.at[slot], x_slot(slot, plan.tiled_rows).transpose((1, 0)))
+                else:
+                    plgpu.wgmma(total, x_slot(slot, PRODUCT_ROWS, warpgroup * PRODUCT_ROWS), ring.at[slot].transpose((1, 0)))
             # This step's products go on, one for each weight. The step before it is done with its slot.
             plgpu.wgmma_wait(len(weights))
 
             @pl.when((step > 0) & (step - 1 + plan.slots < plan.steps))
             def _():
-                fetch(step - 1 + plan.slots)
+                before = lax.rem(step - 1, plan.slots)
+                if plan.warpgroups > 1:
+                    plgpu.barrier_arrive(emptied.at[before])
 
-        return [total[...] for total in sums]
+                @pl.when(warpgroup == 0)
+                def _():
+                    if plan.warpgroups > 1:
+                        plgpu.barrier_wait(emptied.at[before])
+                    fetch(step - 1 + plan.slots)
 
-    return pl.run_scoped(accumulate, *(plgpu.ACC((MAX_ROWS, share), jnp.float32) for share in plan.shares))
+        found = [total[...] for total in sums]
+        if plan.warpgroups > 1:
+            # Until all are done their operands stay in shared memory.
+            plgpu.barrier_arrive(done)
+            plgpu.barrier_wait(done)
+        return found
+
+    shapes = [(share, plan.tiled_rows) if plan.weights_first else (PRODUCT_ROWS, share) for share in plan.shares]
+    return pl.run_scoped(accumulate, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
 
 def _write(plan: Plan, found: Sequence[Array], firsts: Sequence, y, *staged) -> None:
     """Writes the block's outputs of the rows that there are, by way of shared memory."""
+    warpgroup = lax.axis_index(WARPGROUP)
     for value, ref in zip(found, staged):
-        ref[...] = value
+        if plan.weights_first:
+            ref.transpose((1, 0))[...] = value
+        else:
+            ref[pl.ds(warpgroup * PRODUCT_ROWS, PRODUCT_ROWS)] = value
     plgpu.commit_smem()
-    starts = itertools.accumulate(plan.written, initial=0)
-    for ref, start, first, share in zip(staged, starts, firsts, plan.shares):
-        plgpu.copy_smem_to_gmem(ref.at[pl.ds(0, plan.rows)], y.at[:, pl.ds(start + first, share)])
+    starts = [*itertools.accumulate(plan.written, initial=0)]
+
+    def write(rows) -> None:
+        for ref, start, first, share in zip(staged, starts, firsts, plan.shares):
+            plgpu.copy_smem_to_gmem(ref.at[rows], y.at[rows, pl.ds(start + first, share)])
+
+    for number in range(plan.warpgroups):
+        first = number * PRODUCT_ROWS
+        pl.when(warpgroup == number)(functools.partial(write, pl.ds(first, min(plan.rows - first, PRODUCT_ROWS))))
     plgpu.wait_smem_to_gmem(0)

@@ -10,10 +10,12 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.gpu.launch import RESERVED_BYTES, SHARED_BYTES
 
-MAX_ROWS = 64  # that one product of the tensor cores takes (wgmma's M)
-STEP = 128  # inputs that a block multiplies at once
+PRODUCT_ROWS = 64  # that one product of the tensor cores takes (wgmma's M)
+MAX_ROWS = 2 * PRODUCT_ROWS
+STEP = 128  # inputs come in multiples of these
+STEPS = 256, 128, 64  # inputs that a block multiplies at once: the more that enough slots have room for, as runs of memory are read faster
 TILE = 8  # rows and outputs come in multiples of these
-MAX_OUTPUTS = 224  # of a block: float32 accumulators of 64 rows fit in registers, and three slots in shared memory
+MAX_OUTPUTS = 224  # of a block: float32 accumulators of 64 rows fit in a warpgroup's registers, and three slots in shared memory
 # Tensor cores cut off what they add to an accumulator, and there is one for all inputs: of more of them bfloat16 alone is exact enough.
 MAX_EXACT_INPUTS = 14336
 ITEM_BYTES = 2
@@ -53,8 +55,18 @@ class Plan:
         return self.outputs[:1] if self.gated else self.outputs
 
     @functools.cached_property
+    def weights_first(self) -> bool:
+        """Whether weights are the first operand of products, so that few rows take little of the tensor cores' time. Then a block has
+        `PRODUCT_ROWS` outputs of each weight, and two are resident on a multiprocessor: for a gated pair that keeps all of these busy."""
+        blocks = math.ceil(self.outputs[0] / PRODUCT_ROWS)
+        fits = SHARED_BYTES // 2 - RESERVED_BYTES >= ENOUGH_SLOTS * (self.tiled_rows + 2 * PRODUCT_ROWS) * STEP * ITEM_BYTES
+        return self.gated and fits and self.outputs[0] >= PRODUCT_ROWS and 1.5 * self.at_once <= blocks <= 2 * self.at_once
+
+    @functools.cached_property
     def shares(self) -> tuple[int, ...]:
         """Outputs of each weight for a block. There are as few times `at_once` blocks as keep a block's outputs within `MAX_OUTPUTS`."""
+        if self.weights_first:
+            return (PRODUCT_ROWS,) * len(self.outputs)
 
         def of(blocks):
             return tuple(TILE * math.ceil(outputs / blocks / TILE) for outputs in self.outputs)
@@ -71,18 +83,37 @@ class Plan:
         return TILE * math.ceil(self.rows / TILE)
 
     @property
+    def warpgroups(self) -> int:
+        """Of a block: each multiplies up to `PRODUCT_ROWS` rows."""
+        return math.ceil(self.rows / PRODUCT_ROWS)
+
+    @property
+    def product_rows(self) -> int:
+        """Rows of all products of a block, which a slot may have fewer of."""
+        return self.tiled_rows if self.weights_first else self.warpgroups * PRODUCT_ROWS
+
+    @functools.cached_property
+    def step(self) -> int:
+        """Inputs that a block multiplies at once."""
+        if self.weights_first:
+            return STEP
+        fitting = (step for step in STEPS if self.inputs % step == 0 and self._slots(step, SHARED_BYTES - OTHERS_BYTES) >= ENOUGH_SLOTS)
+        return next(fitting, STEP)
+
+    @property
     def steps(self) -> int:
-        return self.inputs // STEP
+        return self.inputs // self.step
 
     @property
     def slots(self) -> int:
         """Steps that are in shared memory or on their way there: the most that leave `OTHERS_BYTES` free, or, where these are too few, the
         most that fit."""
-        row_bytes = STEP * ITEM_BYTES
-        slot_bytes = (self.tiled_rows + sum(self.shares)) * row_bytes
+        if self.weights_first:
+            return min(self.steps, self._slots(STEP, SHARED_BYTES // 2))
+        slots = self._slots(self.step, SHARED_BYTES - OTHERS_BYTES)
+        return min(self.steps, slots if slots >= ENOUGH_SLOTS else self._slots(self.step, SHARED_BYTES))
 
-        def fitting(room):
-            return (room - RESERVED_BYTES - (MAX_ROWS - self.tiled_rows) * row_bytes) // slot_bytes
-
-        slots = fitting(SHARED_BYTES - OTHERS_BYTES)
-        return min(self.steps, slots if slots >= ENOUGH_SLOTS else fitting(SHARED_BYTES))
+    def _slots(self, step: int, room: int) -> int:
+        """Slots of `step` inputs that `room` bytes of shared memory hold."""
+        row_bytes = step * ITEM_BYTES
+        return (room - RESERVED_BYTES - (self.product_rows - self.tiled_rows) * row_bytes) // ((self.tiled_rows + sum(self.shares)) * row_bytes)

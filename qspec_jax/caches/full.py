@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.append_attend import append_and_attend
+from pallas_kernels.attention.support import PASS_SPAN
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.views import FULL_PRECISION
 from qspec_jax.caches.cache import Cache, KeysValues, Reads, bytes_of_tokens, no_tokens
@@ -36,7 +37,8 @@ class FullCache(Cache):
 
     @property
     def schedule(self) -> Schedule:
-        return Schedule(None)
+        # Bits of attention in a fixed order depend on the span in which a pass begins (docs/exact.md).
+        return Schedule(None, PASS_SPAN)
 
     @property
     def capacity(self) -> int:
@@ -44,7 +46,7 @@ class FullCache(Cache):
 
     @classmethod
     def schedule_of(cls, group_size: int, settings: FullSettings) -> Schedule:
-        return Schedule(None)
+        return Schedule(None, PASS_SPAN)
 
     @classmethod
     def make(cls, model, *, group_size, scheme, settings, batch, capacity, num_speculative_tokens, dtype):

@@ -19,9 +19,14 @@ from pallas_kernels.formats.kv_cache import Lengths
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """flush_size: how many tokens of a row a flush quantizes at once, G; None: nothing is ever quantized."""
+    """
+    Attributes:
+        flush_size: how many tokens of a row a flush quantizes at once, G; None: nothing is ever quantized.
+        span: where nothing is quantized, a round verifies no token beyond the next multiple of this number of tokens; None: any.
+    """
 
     flush_size: int | None
+    span: int | None = None
 
     def quantized_length(self, n: Array | int) -> Array | int:
         """How many of n cached tokens are quantized: a multiple of G; the last G to 2G - 1 stay unquantized, or all of fewer than 2G. A
@@ -37,10 +42,12 @@ class Schedule:
         return Lengths(quantized, n - quantized)
 
     def draft_room(self, lengths: Lengths) -> Int[Array, "B"]:
-        """How many drafts a row may verify: with the pending token, up to where one-by-one decoding would flush."""
-        if self.flush_size is None:
-            return jnp.full_like(lengths.buffered, jnp.iinfo(jnp.int32).max)
-        return 2 * self.flush_size - 1 - lengths.buffered
+        """How many drafts a row may verify: with the pending token, up to where one-by-one decoding would flush, or to the span's end."""
+        if self.flush_size is not None:
+            return 2 * self.flush_size - 1 - lengths.buffered
+        if self.span is not None:
+            return self.span - 1 - lengths.total % self.span
+        return jnp.full_like(lengths.buffered, jnp.iinfo(jnp.int32).max)
 
     def until_flush(self, n: int) -> int | float:
         """How many tokens a row of n tokens may append until it is to be flushed."""
