@@ -157,7 +157,7 @@ def test_fixed_chunks_read_what_chunks_of_the_capacity_do():
         (dict(temperature=0.5), "is for greedy decoding, and temperature is 0.5"),
         (dict(num_speculative_tokens=16), "at most 15 drafts in a round, and num_speculative_tokens (gamma) is 16"),
         (dict(num_return_sequences=2), "is for one sample of each prompt, and num_return_sequences (samples) is 2"),
-        (dict(exact="bit"), "exact 'bit' should be one of tokens, bits"),
+        (dict(exact="bit"), "exact 'bit' should be one of auto, tokens, bits"),
     ],
 )
 def test_what_does_not_hold_is_refused(model, changes, words):

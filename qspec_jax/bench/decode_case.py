@@ -19,8 +19,9 @@ from qspec_jax.bench.timing import Bandwidth
 from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.host_memory import StreamedCache, to_device, to_host
 from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.decoding.auto_exact import exact_of_rows
 from qspec_jax.decoding.compiled import Call
-from qspec_jax.decoding.config import BITS, TOKENS
+from qspec_jax.decoding.config import BITS
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.exact_bits import check_bits
 from qspec_jax.decoding.limits import make_limits
@@ -28,6 +29,7 @@ from qspec_jax.decoding.prefill import Executables
 from qspec_jax.decoding.sampling import Sampler, make_sampler, prompt_keys
 from qspec_jax.decoding.state import UNLIMITED, Counts, DecodeState
 from qspec_jax.drafts.draft import Draft
+from qspec_jax.drafts.registry import AUTO
 from qspec_jax.drafts.step_bytes import bytes_of, devices_of
 from qspec_jax.evaluate.acceptance import repeated_ngrams
 from qspec_jax.models.llama import Llama
@@ -56,7 +58,7 @@ class Settings:
     seed: int = 0
     bandwidth: Bandwidth | None = None
     repeats: int = 20
-    exact: str = TOKENS
+    exact: str = AUTO
 
 
 def verifies(draft: Draft | None) -> bool:
@@ -92,12 +94,16 @@ class MeasuredCase:
 
         self.sampler: Sampler = make_sampler(self.config) if self.rate is None else simulated()
         self.limits = make_limits(model, self.config)
+        self.keys = prompt_keys(jax.random.key(settings.seed), len(prompts))
         if settings.exact == BITS:
             check_bits(model, self.config, draft, case.gamma)
+        elif settings.exact == AUTO:
+            rows = [list(prompts[0])] * batch_size
+            exact = exact_of_rows(model, draft, self.config, rows, self.sampler, self.keys[:1], self.limits)
+            self.config = dataclasses.replace(self.config, exact=exact)
         self.engine = Engine.for_configs(model, draft, [self.config], prompt_tokens=self.context)
         if batch_size > 1:  # rows that the prompt's is repeated for
             self.engine.settle_for(batch_size)
-        self.keys = prompt_keys(jax.random.key(settings.seed), len(prompts))
         self.prefills = [
             self.engine.prefill_of([list(prompt)], self.sampler, self.keys[i : i + 1], self.limits) for i, prompt in enumerate(prompts)
         ]

@@ -36,7 +36,7 @@ from qspec_jax.cli.options import (
     load,
     place_of,
 )
-from qspec_jax.decoding.config import BITS, EXACT, GAMMA, TOKENS, GenerationConfig
+from qspec_jax.decoding.config import BITS, EXACT, GAMMA, GenerationConfig
 from qspec_jax.decoding.requests import check_positions
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.int4 import stored_int4
@@ -123,7 +123,9 @@ def bench_decode(
     transformers_quantized: Annotated[
         bool, typer.Option("--transformers-quantized", help="Measure it with its quantized cache too, which needs optimum-quanto.")
     ] = False,
-    exact: Annotated[str, typer.Option(metavar="|".join(EXACT), help="bits: all methods with passes of fixed bits, greedily.")] = TOKENS,
+    exact: Annotated[
+        str, typer.Option(metavar="|".join(EXACT), help="bits: all methods with passes of fixed bits; auto: as generate has it.")
+    ] = AUTO,
     devices: DevicesOfModel = None,
     weights: WeightsOption = None,
     seed: Seed = 0,

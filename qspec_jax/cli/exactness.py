@@ -19,7 +19,7 @@ from qspec_jax.cli.options import (
     check_group_size,
     number_list,
 )
-from qspec_jax.decoding.config import EXACT, GAMMA, TOKENS
+from qspec_jax.decoding.config import BITS, GAMMA, TOKENS
 from qspec_jax.drafts.registry import AUTO, DRAFTS, NONE, USUAL, parse_draft
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import exactness_report
@@ -53,7 +53,7 @@ def exactness_command(
         bool, typer.Option("--joined", help="Join the files, and cut --texts texts (4, if not given) from them, spread evenly.")
     ] = False,
     adaptive: Annotated[bool, typer.Option("--adaptive", help="Adapt the number of draft tokens per row to its past acceptance.")] = False,
-    exact: Annotated[str, typer.Option(metavar="|".join(EXACT), help="bits: all decodes with passes of fixed bits.")] = TOKENS,
+    exact: Annotated[str, typer.Option(metavar=f"{TOKENS}|{BITS}", help="bits: all decodes with passes of fixed bits.")] = TOKENS,
     scheme: Scheme = CacheConfig.scheme,
     group_size: GroupSize = None,
     dtype: DtypeOption = None,

@@ -21,7 +21,7 @@ from qspec_jax.checkpoints.generation_defaults import SAMPLING, stored_defaults
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.cli import process
 from qspec_jax.decoding import diagnosis, processes
-from qspec_jax.decoding.config import EXACT, GAMMA, TOKENS, GenerationConfig
+from qspec_jax.decoding.config import EXACT, GAMMA, GenerationConfig
 from qspec_jax.decoding.data_parallel import Place
 from qspec_jax.drafts.registry import AUTO, DRAFTS, NONE, DraftSettings
 from qspec_jax.errors import InputError, writing
@@ -250,9 +250,10 @@ class _Settings:
         str,
         typer.Option(
             metavar="|".join(EXACT),
-            help="bits: greedy tokens are those of one-by-one decoding to the last one, near ties included; this takes longer.",
+            help="bits: greedy tokens are those of one-by-one decoding to the last one, near ties included; auto: for single prompts on "
+            "Hopper GPUs, where that costs hardly anything.",
         ),
-    ] = TOKENS
+    ] = AUTO
 
     def config(self) -> GenerationConfig:
         """The config of these options. Raises InputError for options that do not fit each other."""

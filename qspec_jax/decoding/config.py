@@ -16,7 +16,8 @@ from qspec_jax.models.uniform import WIDTH
 log = logging.getLogger(__name__)
 
 AUTOREGRESSIVE = "autoregressive"  # what reports call decoding without a draft
-TOKENS, BITS = EXACT = "tokens", "bits"  # values of `exact`
+TOKENS, BITS = "tokens", "bits"
+EXACT = AUTO, TOKENS, BITS  # values of `exact`
 CACHES_WITH_BITS = ("full", "int8")  # without a part in host memory
 MAX_DRAFTS_WITH_BITS = WIDTH - 1
 GAMMA = 4  # the default of num_speculative_tokens
@@ -76,8 +77,9 @@ class GenerationConfig:
         group_size: tokens of a KV group, for caches that have groups. None: the cache's default.
         scheme: the quantizer of the int8 cache, "int8_first" or "paper".
         exact: "tokens" are the target's in exact arithmetic: passes of other shapes round differently, so near ties may be broken
-            differently. "bits": greedy tokens are those of one-by-one decoding of the prompt alone to the last one, at a cost
-            (docs/exact.md says where it is refused).
+            differently. "bits": greedy tokens are those of one-by-one decoding of the prompt alone to the last one (docs/exact.md says where
+            it is refused, and what it costs). "auto": bits where a single prompt has them at hardly any cost, which is on Hopper GPUs
+            (`qspec_jax.decoding.auto_exact`), and tokens elsewhere.
     """
 
     max_new_tokens: int = 256
@@ -104,7 +106,7 @@ class GenerationConfig:
     top_logprobs: int = 0
     group_size: int | None = None
     scheme: str = CacheConfig.scheme
-    exact: str = TOKENS
+    exact: str = AUTO
 
     def __post_init__(self):
         def check(ok: bool, what: str):

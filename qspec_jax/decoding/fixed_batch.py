@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qspec_jax.decoding import state
+from qspec_jax.decoding.auto_exact import resolve_exact
 from qspec_jax.decoding.config import BITS, GenerationConfig
 from qspec_jax.decoding.continued import Continued
 from qspec_jax.decoding.keys import stacked
@@ -99,11 +100,14 @@ class Run:
         self.max_new_tokens = max(config.max_new_tokens for config in configs)
         self.n = np.array([len(prompt) for prompt in self.prompts], np.int32)
         self.rows = [Row(request.config, tokenizer, request.tokens, follow=follow) for request in prepared.requests]
-        self.engine = prepared.engine()
-        self.prepared, self.continued = prepared, None
         self._compiling: list[float | None] = []  # seconds of programs that are not this engine's; None: one begins
         self.keys = stacked([request.key for request in prepared.requests])
-        self.sampler, self.limits = sampler or make_sampler(*configs), make_limits(prepared.model, *configs, tokenizer=tokenizer)
+        self.limits = make_limits(prepared.model, *configs, tokenizer=tokenizer)
+        self.sampler = sampler or make_sampler(*configs)
+        # A sampler of the caller's may draw.
+        prepared = prepared if sampler else resolve_exact(prepared, self.sampler, self.keys, self.limits)
+        self.engine = prepared.engine()
+        self.prepared, self.continued = prepared, None
         self.traced = TracedRounds(self.engine, self.sampler, self.limits, len(self.rows)) if traced else None
 
     @property

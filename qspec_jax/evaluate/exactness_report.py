@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
-from qspec_jax.decoding.config import BITS, GenerationConfig
+from qspec_jax.decoding.config import BITS, TOKENS, GenerationConfig
 from qspec_jax.decoding.exact_bits import check_bits
 from qspec_jax.decoding.requests import checked_prompts
 from qspec_jax.decoding.text import text_of
@@ -46,7 +46,7 @@ class Comparison:
         """The config of a decode."""
         own = self.settings if draft != NONE else {name: value for name, value in self.settings.items() if name != "adaptive"}
         sizes = dict(max_new_tokens=self.max_new_tokens, num_speculative_tokens=gamma, ignore_eos=True)
-        return GenerationConfig(draft=draft, cache=self.cache, **sizes, **own)
+        return GenerationConfig(draft=draft, cache=self.cache, **sizes, **{"exact": TOKENS} | own)
 
     def cases(self) -> list[tuple[str, int | None, int]]:
         """Draft, gamma and batch size of each row of the report."""

@@ -1,0 +1,87 @@
+"""Exact "auto": bits for a single prompt where a GPU has them, and tokens elsewhere."""
+
+import logging
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from runs import random_model, random_prompts
+
+from qspec_jax.decoding import auto_exact
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.fixed_batch import Run
+from qspec_jax.decoding.generate import generate
+from qspec_jax.decoding.prepare import prepare
+from qspec_jax.decoding.reading import prefill
+from qspec_jax.decoding.sampling import Greedy
+from qspec_jax.errors import InputError
+from qspec_jax.models.uniform import UniformModel
+
+PROMPTS = random_prompts([40, 30])
+CONFIG = GenerationConfig(draft="prompt-lookup", cache="int8", group_size=16, ignore_eos=True, max_new_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(jnp.bfloat16, num_hidden_layers=1)
+
+
+@pytest.fixture
+def as_gpu(monkeypatch):
+    """The choice is made as on a GPU that has the kernels; the bits are those of a CPU."""
+    monkeypatch.setattr(auto_exact, "dispatch", SimpleNamespace(platform=lambda: "gpu"))
+
+
+def run_of(model, prompts, sampler=None, **changes) -> Run:
+    config = GenerationConfig(**{**vars(CONFIG), **changes})
+    return Run(prepare(model, prompts, config=config, key=jax.random.key(0)), sampler, 1)
+
+
+def test_a_single_prompt_has_bits(model, as_gpu, caplog):
+    with caplog.at_level(logging.INFO):
+        run = run_of(model, PROMPTS[:1])
+    assert "exact auto: bits" in caplog.text
+    assert run.prepared.exact == run.prepared.config.exact == "bits" and isinstance(run.engine.target, UniformModel)
+    bits = GenerationConfig(**{**vars(CONFIG), "exact": "bits"})
+    assert generate(model, PROMPTS[:1], config=CONFIG).token_ids == generate(model, PROMPTS[:1], config=bits).token_ids
+
+
+@pytest.mark.parametrize(
+    ("changes", "prompts", "why"),
+    [
+        ({}, 2, "single prompts"),
+        (dict(num_return_sequences=2), 1, "single prompts"),
+        (dict(temperature=0.7), 1, "greedy decoding, and temperature is 0.7"),
+        (dict(draft="none", cache="kivi"), 1, "cache is kivi"),
+        (dict(num_speculative_tokens=16), 1, "at most 15 drafts"),
+    ],
+)
+def test_what_else_there_is_has_tokens_and_says_why(model, as_gpu, caplog, changes, prompts, why):
+    with caplog.at_level(logging.INFO):
+        run = run_of(model, PROMPTS[:prompts], **changes)
+    assert run.prepared.exact == "tokens" and not isinstance(run.engine.target, UniformModel)
+    assert "exact auto: tokens; " in caplog.text and why in caplog.text
+
+
+def test_a_model_without_kernels_of_fixed_order_has_tokens(model, as_gpu, monkeypatch, caplog):
+    def refuses(*args, **others):
+        raise InputError("exact bits: matmul in a fixed order: there is no such kernel; give exact tokens")
+
+    monkeypatch.setattr(UniformModel, "watched", refuses)
+    with caplog.at_level(logging.INFO):
+        run = run_of(model, PROMPTS[:1], max_new_tokens=200)  # which was not traced before
+    assert run.prepared.exact == "tokens"
+    assert "there is no such kernel" in caplog.text
+
+
+def test_states_and_samplers_of_the_callers_have_tokens(model, as_gpu):
+    state = prefill(model, PROMPTS[0], config=CONFIG)
+    assert run_of(model, state).prepared.exact == "tokens"
+    assert not isinstance(run_of(model, PROMPTS[:1], sampler=Greedy()).engine.target, UniformModel)
+
+
+def test_on_a_cpu_it_is_tokens(model, caplog):
+    with caplog.at_level(logging.INFO):
+        assert run_of(model, PROMPTS[:1]).prepared.exact == "tokens"
+    assert "exact auto" not in caplog.text
