@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from convert.by_rows import draft_error
+from convert.by_rows import stored_error
 from pallas_kernels.formats.weights import Int4Weight
 from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.prefill import prefill
@@ -38,7 +38,9 @@ class VerificationReport:
         directory: of the conversion.
         weights: number of weights of the target that were compared.
         drafted: number of weights of the draft that were compared.
-        draft_error: the maximum of `by_rows.draft_error`; None if it is not finite.
+        draft_error: the maximum of `by_rows.stored_error` of the draft; None if it is not finite.
+        nested: number of weights of the target that are nested.
+        nested_error: the same of these.
         logits: whether logits were compared too.
         wrong: a sentence for each difference.
     """
@@ -48,6 +50,8 @@ class VerificationReport:
     weights: int
     drafted: int
     draft_error: float | None
+    nested: int
+    nested_error: float | None
     logits: bool
     wrong: list[str]
 
@@ -55,7 +59,7 @@ class VerificationReport:
 def verify(source: str | Path, directory: str | Path, *, logits: bool | None = None, progress: bool | None = None) -> VerificationReport:
     """Compares a converted checkpoint with its source, with a few weights in memory at a time.
 
-    Weights must be the source's, bit for bit, in the dtype of the conversion; the draft's may have the error that `draft_error` allows.
+    Weights must be the source's, bit for bit, in the dtype of the conversion; nested ones and the draft's may have the error that `stored_error` allows.
 
     Args:
         source: a directory, or ORG/NAME on the Hub.
@@ -79,38 +83,52 @@ def verify(source: str | Path, directory: str | Path, *, logits: bool | None = N
     converted.check_shapes(directory, manifest, {path: place.shape for path, place in opened.places.items()})
     wrong = [f"{name} is not the source's" for name in SMALL_FILES if opened.small_file(name) != small_file(directory, name)]
     shapes = {path: jax.ShapeDtypeStruct(place.shape, dtype) for path, place in opened.places.items()}
-    if unlike := sorted(path for path in manifest.packed if not opened.can_pack(path)):
+    nested = manifest.packed.keys() if manifest.is_nested else frozenset()
+    if unlike := sorted(path for path in manifest.packed if path not in nested and not opened.can_pack(path)):
         raise InputError(f"{directory}: {unlike[0]} of it is in INT4, and is stored otherwise in {source}")
     weights, errors = converted.restored(directory, TARGET, manifest.stored_shapes(dtype)), []
+    nested_errors = []
     drafted = {path: jax.eval_shape(quantize_weight, shape) for path, shape in shapes.items() if is_linear(path)}
     draft = converted.restored(directory, DRAFT, drafted if manifest.draft_bits == 4 else {})
     for path, place in progress_bar(opened.places.items(), progress=progress, desc="verify", unit="tensor", leave=True):
-        stored = opened.read_packed(path) if path in manifest.packed else opened.read(path)
+        stored = opened.read_packed(path) if path in manifest.packed.keys() - nested else opened.read(path)
         if converted.digest(stored) != manifest.sha256.get(path):
             wrong.append(f"{place.name} of the source is not the tensor that was converted")
         weight = stored
         if not isinstance(stored, Int4Weight):
             weight = stored.astype(dtype, copy=False)
             opened.examine(path, weight)
-        if not all(map(_same_bits, *(map(np.asarray, jax.tree.leaves(x)) for x in (next(weights)[1], weight)))):
+        found = next(weights)[1]
+        if path in nested:
+            nested_errors.append(stored_error(found, weight))
+            if converted.digest(found) != manifest.written[TARGET].get(path):
+                wrong.append(f"{path} is not what was written")
+            if nested_errors[-1] > 1:
+                wrong.append(f"{path} errs {nested_errors[-1]:.3g} times as much as it may")
+        elif not all(map(_same_bits, *(map(np.asarray, jax.tree.leaves(x)) for x in (found, weight)))):
             wrong.append(f"{path} differs from {place.name}")
         if manifest.draft_bits == 4 and is_linear(path):
             quantized = next(draft)[1]
-            errors.append(draft_error(quantized, weight))
+            errors.append(stored_error(quantized, weight))
             if converted.digest(quantized) != manifest.written[DRAFT].get(path):
                 wrong.append(f"the draft's {path} is not what was written")
             if errors[-1] > 1:
                 wrong.append(f"the draft's {path} errs {errors[-1]:.3g} times as much as it may")
     how = PACKED if manifest.packed else DEQUANTIZED
-    compared = not wrong and (_fits(opened, dtype) if logits is None else logits)
+    # Nested weights may be rounded otherwise when they are made again.
+    compared = not wrong and not nested and (_fits(opened, dtype) if logits is None else logits)
     if not compared:  # otherwise loading the source warns
         opened.warn_of_not_finite()
     if compared and not _same_bits(
         _logits(load_model(source, dtype=manifest.dtype, weights=how, progress=False)), _logits(load_model(directory))
     ):
         wrong.append("the logits differ")
-    error = max(errors) if errors and np.isfinite(errors).all() else None
-    return VerificationReport(str(source), str(directory), len(opened.places), len(errors), error, compared, wrong)
+
+    def largest(found: list[float]) -> float | None:
+        return max(found) if found and np.isfinite(found).all() else None
+
+    of_nested = len(nested_errors), largest(nested_errors)
+    return VerificationReport(str(source), str(directory), len(opened.places), len(errors), largest(errors), *of_nested, compared, wrong)
 
 
 def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:

@@ -24,19 +24,19 @@ import numpy as np
 
 from convert.by_rows import quantize_by_rows
 from convert.placing import check_apart, written
-from pallas_kernels.formats.weights import Int4Weight
+from pallas_kernels.formats.weights import Int4Weight, NestedWeight
 from qspec_jax.checkpoints import converted
 from qspec_jax.checkpoints.converted import DRAFT, MANIFEST, TARGET, Manifest
 from qspec_jax.checkpoints.hub import SMALL_FILES, local
-from qspec_jax.checkpoints.loading import default_dtype, log_packed, open_source, packed_paths
+from qspec_jax.checkpoints.loading import default_dtype, log_nested, log_packed, open_source, packed_paths
 from qspec_jax.checkpoints.small_files import write_small_files
 from qspec_jax.checkpoints.source import WeightSource
 from qspec_jax.checkpoints.tokenizers import has_tokenizer, tokenizer_problem
-from qspec_jax.checkpoints.weights_text import WeightsChoice
+from qspec_jax.checkpoints.weights_text import NESTED, WeightsChoice
 from qspec_jax.errors import InputError, with_type, writing
 from qspec_jax.files import read_json, write_json
 from qspec_jax.progress import progress_bar
-from qspec_jax.quantization.weights import is_linear
+from qspec_jax.quantization.weights import is_linear, quantize_nested
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ class ConversionReport:
         draft_bits: 4, or 16 without a draft.
         tensors: number of weights.
         packed: how many of them are in INT4.
+        nested: how many of them are nested in 8 bits.
         bytes_read: of the weights in the source, in float32 if they are dequantized.
         bytes_written: of all files in the directory.
     """
@@ -67,6 +68,7 @@ class ConversionReport:
     draft_bits: int
     tensors: int
     packed: int
+    nested: int
     bytes_read: int
     bytes_written: int
 
@@ -88,7 +90,7 @@ def convert(
         directory: to make.
         dtype: bfloat16 or float32; None: the checkpoint's own (float16 becomes bfloat16).
         draft_bits: 4 stores the draft's INT4 weights too, 16 does not.
-        weights: packed or dequantized, for a quantized source, see `load_model`.
+        weights: packed or dequantized, for a quantized source, or nested, for any; see `load_model`.
         overwrite: whether to replace an earlier conversion, in a directory with nothing else.
         progress: whether a bar is shown; None: where standard error is a terminal.
 
@@ -117,11 +119,16 @@ def convert(
     log_packed(opened, packed, jnp.dtype(wanted))
     if packed and draft_bits == 4:
         raise InputError(f"{source}: its weights stay in INT4, which the draft reads too; convert it without a draft (--draft-bits 16)")
+    nested = frozenset(filter(is_linear, opened.places)) if choice.linears == NESTED else frozenset()
+    if nested and draft_bits == 4:
+        raise InputError(f"weights {NESTED}: a draft reads their upper 4 bits; convert without one (--draft-bits 16)")
+    if nested:
+        log_nested(source)
     if has_tokenizer(folder) and (unread := tokenizer_problem(folder)):
         log.warning("%s; without it a conversion takes no text", unread)
     check = functools.partial(_check_places, folder, directory, overwrite)
-    with written(directory, _bytes_needed(opened, jnp.dtype(wanted), draft_bits, packed), check) as unfinished:
-        sha256, kept, arrays = _write(opened, unfinished, jnp.dtype(wanted), draft_bits, packed, progress)
+    with written(directory, _bytes_needed(opened, jnp.dtype(wanted), draft_bits, packed, nested), check) as unfinished:
+        sha256, kept, arrays = _write(opened, unfinished, jnp.dtype(wanted), draft_bits, packed, nested, progress)
         write_small_files(unfinished, opened.small_file)
         shapes = {path: place.shape for path, place in opened.places.items()}
         versions = {name: _version(name) for name in ("qspec-jax", "jax", "orbax-checkpoint", "safetensors")}
@@ -129,7 +136,7 @@ def convert(
         write_json(unfinished / MANIFEST, dataclasses.asdict(manifest))
     size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
     read = sum(opened.read_bytes(path) for path in opened.places)
-    return ConversionReport(origin, str(directory), wanted, draft_bits, len(opened.places), len(packed), read, size)
+    return ConversionReport(origin, str(directory), wanted, draft_bits, len(opened.places), len(packed), len(nested), read, size)
 
 
 def _check_places(source: Path, directory: Path, overwrite: bool) -> None:
@@ -154,16 +161,24 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _bytes_needed(source: WeightSource, dtype: jnp.dtype, draft_bits: int, packed: Set[str]) -> int:
-    """About how many bytes the weights take in the destination. packed: the paths of those in INT4, in groups of 32 or more."""
+def _bytes_needed(source: WeightSource, dtype: jnp.dtype, draft_bits: int, packed: Set[str], nested: Set[str]) -> int:
+    """About how many bytes the weights take in the destination. packed, nested: the paths of those in INT4, in groups of 32 or more, and of
+    those in 8 bits."""
     sizes = {path: place.size for path, place in source.places.items()}
-    in_int4 = sum(sizes[path] for path in packed)
+    in_int4, in_8_bits = (sum(sizes[path] for path in paths) for paths in (packed, nested))
     drafted = sum(size for path, size in sizes.items() if is_linear(path)) if draft_bits == 4 else 0
-    return (sum(sizes.values()) - in_int4) * dtype.itemsize + in_int4 * 5 // 8 + drafted * 9 // 16
+    plain = sum(sizes.values()) - in_int4 - in_8_bits
+    return plain * dtype.itemsize + in_int4 * 5 // 8 + in_8_bits * 9 // 8 + drafted * 9 // 16
 
 
 def _write(
-    source: WeightSource, directory: Path, dtype: jnp.dtype, draft_bits: int, packed: Set[str], progress: bool | None
+    source: WeightSource,
+    directory: Path,
+    dtype: jnp.dtype,
+    draft_bits: int,
+    packed: Set[str],
+    nested: Set[str],
+    progress: bool | None,
 ) -> tuple[dict, dict, dict]:
     """Writes the weights of the target, and of the draft; returns the manifest's `sha256`, `written` and `packed`."""
     from orbax.checkpoint import v1 as ocp
@@ -190,7 +205,7 @@ def _write(
         writer = stack.enter_context(_one_thread())  # entered last: the link of for_orbax, and the folder, are there until it ends
         target, *draft = (_Checkpoint(folder / name, writer) for name in ([TARGET, DRAFT] if draft_bits == 4 else [TARGET]))
 
-        def read(path: str, memory: np.ndarray) -> np.ndarray | Int4Weight:
+        def read(path: str, memory: np.ndarray) -> np.ndarray | Int4Weight | NestedWeight:
             if path in packed:
                 weight = source.read_packed(path)
                 source.examine(path, weight.scale)
@@ -201,6 +216,10 @@ def _write(
             sha256[path] = converted.digest(stored)
             weight = stored.astype(dtype, copy=False)
             source.examine(path, weight)
+            if path in nested:
+                weight = quantize_by_rows(weight, quantize_nested)
+                written[TARGET][path], arrays[path] = converted.digest(weight), converted.described(weight)
+                return weight
             written[TARGET][path] = sha256[path] if weight is stored else converted.digest(weight)
             return weight
 

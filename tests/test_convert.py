@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from tiers import in_system
 
 from convert import by_rows, convert, export, to_hf, verify
-from convert.by_rows import draft_error
+from convert.by_rows import stored_error
 from pallas_kernels.formats.weights import Int4Weight, dequantize_weight
 from qspec_jax import drafts, load
 from qspec_jax.checkpoints import converted
@@ -264,22 +264,22 @@ def test_the_draft_s_bound_holds_and_binds(dtype, scale, width, monkeypatch):
     weight = jax.numpy.asarray(scale * np.random.default_rng(0).standard_t(2, (48, width)), dtype)
     monkeypatch.setattr("convert.by_rows.ROWS_SIZE", 10 * width)
     quantized = quantize_weight(weight)
-    assert draft_error(quantized, np.asarray(weight)) <= 1
+    assert stored_error(quantized, np.asarray(weight)) <= 1
     if scale < 1e-30:  # zeros on some machines
         monkeypatch.setattr("convert.by_rows.ROWS_SIZE", width)
-        assert draft_error(by_rows.quantize_by_rows(np.asarray(weight)), np.asarray(weight)) <= 1
+        assert stored_error(by_rows.quantize_by_rows(np.asarray(weight)), np.asarray(weight)) <= 1
         return
-    assert not draft_error(jax.tree.map(jax.numpy.zeros_like, quantized), np.asarray(weight)) <= 1
+    assert not stored_error(jax.tree.map(jax.numpy.zeros_like, quantized), np.asarray(weight)) <= 1
     code = quantized.codes[3, 1, 2]
     nan, far = (np.asarray(weight.at[3, 7].set(value)) for value in (np.nan, 200 * scale))
-    assert draft_error(quantized, nan) <= 1 < draft_error(quantized, far)
+    assert stored_error(quantized, nan) <= 1 < stored_error(quantized, far)
     for change in (
         {"codes": quantized.codes.at[3, 1].set(quantized.codes[3, 1] ^ 0x11)},
         {"codes": quantized.codes.at[3, 1, 2].set((code & 0xF0) | (code + 8 & 0x0F))},
         {"scale": quantized.scale * 1.05},
         {"zero": quantized.zero.at[3, 1].set(np.nan)},
     ):
-        assert not draft_error(dataclasses.replace(quantized, **change), np.asarray(weight)) <= 1
+        assert not stored_error(dataclasses.replace(quantized, **change), np.asarray(weight)) <= 1
 
 
 def test_relative_paths_and_links(source, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Weights of linear layers: INT4 by groups and its way back to full precision, and INT8."""
+"""Weights of linear layers: INT4 by groups, nested in 8 bits by groups, and their ways back to full precision; and INT8."""
 
 from typing import TypeAlias
 
@@ -60,13 +60,47 @@ class Int8Weight:
         return self.codes.nbytes + self.scale.nbytes
 
 
-Weight: TypeAlias = Array | Int4Weight | Int8Weight
+@pytree()
+class NestedWeight:
+    """A weight [out, in] in 8 bits, whose upper 4 are an INT4 weight of their own.
+
+    Codes u of the upper and l of the lower plane mean (u + (l - 7.5) / 16) * scale + zero: the lower plane divides the step around an upper
+    code into 16, so that u alone is the middle of it.
+
+    Attributes:
+        upper: codes with scales and zeros of a floating dtype.
+        lower: codes that lie as those of `upper` do.
+    """
+
+    upper: Int4Weight
+    lower: UInt8[Array, "out C half"]
+
+    @property
+    def in_features(self) -> int:
+        return self.upper.in_features
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.upper.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.upper.nbytes + self.lower.nbytes
+
+
+LOWER_STEPS = 16  # of a step of the upper plane
+LOWER_MIDDLE = (LOWER_STEPS - 1) / 2
+
+Weight: TypeAlias = Array | Int4Weight | NestedWeight | Int8Weight
 """A linear layer's weight [out, in] in any format: a plain array is full precision."""
 
 
-def dequantize_weight(weight: Int4Weight, dtype) -> Float[Array, "out in"]:
+def dequantize_weight(weight: Int4Weight | NestedWeight, dtype) -> Float[Array, "out in"]:
     """The weight in `dtype`, without the padding."""
-    codes = unpack(weight.codes).astype(dtype)
-    scale, zero = (x[..., None].astype(dtype) for x in (weight.scale, weight.zero))
-    full = (codes - zero) * scale if weight.has_zero_points else codes * scale + zero
+    upper = weight.upper if isinstance(weight, NestedWeight) else weight
+    codes = unpack(upper.codes).astype(dtype)
+    if isinstance(weight, NestedWeight):
+        codes = codes + (unpack(weight.lower).astype(dtype) - LOWER_MIDDLE) / LOWER_STEPS
+    scale, zero = (x[..., None].astype(dtype) for x in (upper.scale, upper.zero))
+    full = (codes - zero) * scale if upper.has_zero_points else codes * scale + zero
     return full.reshape(full.shape[0], -1)[:, : weight.in_features]

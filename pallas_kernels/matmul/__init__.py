@@ -1,4 +1,4 @@
-"""Linear layers: activations times weights in full precision, in INT4 by groups, or in INT8."""
+"""Linear layers: activations times weights in full precision, in INT4 by groups, nested in 8 bits by groups, or in INT8."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.formats.weights import Int4Weight, Int8Weight, Weight
+from pallas_kernels.formats.weights import Int4Weight, Int8Weight, NestedWeight, Weight
 from pallas_kernels.matmul.support import INT4_ROWS, alike
 
 
@@ -95,10 +95,18 @@ def _multiply(x: Array, weights: Sequence[Weight], dtype) -> Array:
 
     if every(Int4Weight) and alike(weights):
         return int4_matmul(x, weights).astype(dtype)
+    if every(NestedWeight):
+        return _nested_matmul(x, weights).astype(dtype)
     if every(Int8Weight) or _plain(*weights):
         weight_format = "int8" if every(Int8Weight) else "plain"
         return _by_rows(lambda x: _skinny(x, weights, dtype, weight_format).skinny_matmul(x, weights, dtype=dtype), x, weight_format)
     return jnp.concatenate([_multiply(x, [weight], dtype) for weight in weights], axis=-1)
+
+
+def _nested_matmul(x: Array, weights: Sequence[NestedWeight]) -> Array:
+    """x @ weight.T for each weight, with both planes, one after the other in the last axis, in x's dtype."""
+    few = _rows(x) <= INT4_ROWS
+    return choose("matmul", "auto", x, weights, weight_format="nested", rows=_rows(x), slow_reference=few).nested_matmul(x, weights)
 
 
 def _by_rows(product: Callable[[Array], Array], x: Array, weight_format: str) -> Array:
@@ -112,7 +120,7 @@ def _by_rows(product: Callable[[Array], Array], x: Array, weight_format: str) ->
 
 
 def _plain(*weights: Weight) -> bool:
-    return not any(isinstance(weight, Int4Weight | Int8Weight) for weight in weights)
+    return not any(isinstance(weight, Int4Weight | NestedWeight | Int8Weight) for weight in weights)
 
 
 def _skinny(x: Array, weights: Sequence[Weight], dtype, weight_format: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""Matmuls in plain JAX. INT4 weights are dequantized first; XLA converts INT8 codes as it multiplies."""
+"""Matmuls in plain JAX. INT4 and nested weights are dequantized first; XLA converts INT8 codes as it multiplies."""
 
 import math
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.formats.rounding import accumulation_dtype
-from pallas_kernels.formats.weights import Int4Weight, Int8Weight, dequantize_weight
+from pallas_kernels.formats.weights import Int4Weight, Int8Weight, NestedWeight, dequantize_weight
 from pallas_kernels.matmul.support import INT4_ROWS
 
 
-def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight]) -> Float[Array, "*rows out"]:
+def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight | NestedWeight]) -> Float[Array, "*rows out"]:
     wide = accumulation_dtype(x.dtype)
     # Or XLA dequantizes once, before the decode loop, and keeps every weight in full precision through it.
     x, weights = lax.optimization_barrier((x, tuple(weights)))
@@ -25,6 +25,9 @@ def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight]) -> F
         return jnp.matmul(x.astype(wide), dequantize_weight(weight, wide).T, precision=lax.Precision.HIGHEST)
 
     return jnp.concatenate([product(weight).astype(x.dtype) for weight in weights], axis=-1)
+
+
+nested_matmul = int4_matmul
 
 
 def skinny_matmul(x: Float[Array, "*rows in"], weights: Sequence[Array | Int8Weight], *, dtype) -> Float[Array, "*rows out"]:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, Sharding
 from jaxtyping import Array, Key
 
 from pallas_kernels.formats.rounding import parameter_dtype
-from pallas_kernels.formats.weights import Int4Weight
+from pallas_kernels.formats.weights import Int4Weight, NestedWeight
 from qspec_jax.errors import InputError
 from qspec_jax.models.block import Weight
 from qspec_jax.models.config import LlamaConfig
@@ -20,7 +20,7 @@ from qspec_jax.models.llama import Llama
 from qspec_jax.models.placement import Placement
 from qspec_jax.models.sharding import mesh_of, weight_sharding
 from qspec_jax.progress import working
-from qspec_jax.quantization.weights import group_size_over, is_linear
+from qspec_jax.quantization.weights import group_size_over, is_linear, nest_weight
 
 
 def _llama(vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **others: Any) -> dict[str, Any]:
@@ -114,7 +114,8 @@ def random_model(config: LlamaConfig, *, seed: int = 0, mesh: Mesh | None = None
     """Makes a model in bfloat16: normal matrices with a standard deviation of 0.02, norms 1, biases 0.
 
     Args:
-        config: its shape; with its `int4_weights`, linear layers are random INT4 codes in the groups of `quantize_linears`.
+        config: its shape; with its `int4_weights`, linear layers are random INT4 codes in the groups of `quantize_linears`; with its
+            `nested_weights` they are nested.
         seed: of the weights.
         mesh: to divide it over, see `load_model`.
     """
@@ -128,17 +129,21 @@ def random_model(config: LlamaConfig, *, seed: int = 0, mesh: Mesh | None = None
             drawn = _drawn_int4(next(keys), path, shape, jnp.dtype(jnp.bfloat16), place)
         else:
             drawn = _compiled_normal(shape, place and place(shape))(next(keys))
+            drawn = nest_weight(path, drawn) if config.nested_weights else drawn
         return placement.spread(path, drawn)
 
     return placement.model(make)
 
 
 def random_int4(model: Llama) -> Llama:
-    """Replaces linear layers by random INT4 codes, in the groups of `quantize_linears`; those in INT4 and all else are the same arrays."""
+    """Replaces linear layers by random INT4 codes, in the groups of `quantize_linears`; those in INT4, the upper planes of nested ones and all
+    else are the same arrays."""
     weights, mesh = model.weights(), mesh_of(model.weights())
     keys = iter(jax.random.split(jax.random.key(1), 16 * model.config.num_layers + 16))
 
     def made(path: str, weight: Weight) -> Weight:
+        if isinstance(weight, NestedWeight):
+            return weight.upper
         if not is_linear(path) or isinstance(weight, Int4Weight):
             return weight
         place = None if mesh is None else lambda shape: weight_sharding(path, shape, mesh)

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import math
 import os
 import re
 import tempfile
@@ -15,7 +16,7 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from pallas_kernels.formats.weights import Int4Weight
+from pallas_kernels.formats.weights import Int4Weight, NestedWeight
 from qspec_jax.errors import InputError, listed, reading, with_type
 from qspec_jax.files import UNFINISHED, read_json
 from qspec_jax.models.placement import Placement
@@ -26,6 +27,7 @@ Entry = TypeVar("Entry")
 MANIFEST = "qspec.json"
 FORMAT = 3
 TARGET, DRAFT = "target", "draft"
+PARTS, LOWER = {"codes", "scale", "zero"}, "lower"  # arrays of an INT4 weight, and the one that a nested one has besides
 BATCH_BYTES = 1 << 28  # read or written at once: with fewer, Orbax's own work takes longer
 LOADED_BYTES = 1 << 30  # moved to the device at once
 _STORED = ("uint8", "int16", "float16", "bfloat16", "float32")  # dtypes of arrays of packed weights
@@ -41,7 +43,8 @@ class Manifest:
         dtype: of the stored weights.
         draft_bits: 4, or 16 if no draft is stored.
         shapes: of each weight in the source, by its path in the model.
-        packed: the stored arrays of each weight that is in INT4, by its path: the shape and the dtype of codes, scale and zero.
+        packed: the stored arrays of each weight that is in INT4, by its path: the shape and the dtype of codes, scale and zero, and of the
+            codes of the lower plane where it is nested.
         sha256: hashes of each weight in the source (see `digest`).
         written: hashes of the stored weights, by `TARGET` and `DRAFT`.
         files: bytes of each file that Orbax wrote.
@@ -63,14 +66,20 @@ class Manifest:
     def stored_shapes(self, dtype: Any) -> dict[str, Any]:
         """Shapes for `restore` of all weights of the target, of which those that are not packed are to have a dtype."""
         plain = {path: jax.ShapeDtypeStruct(tuple(shape), dtype) for path, shape in self.shapes.items()}
-        packed = {
-            path: Int4Weight(**{name: jax.ShapeDtypeStruct(tuple(shape), np.dtype(kind)) for name, (shape, kind) in arrays.items()})
-            for path, arrays in self.packed.items()
-        }
-        return plain | packed
+
+        def packed(path: str, arrays: Mapping[str, Sequence[Any]]) -> Int4Weight | NestedWeight:
+            found = {name: jax.ShapeDtypeStruct(tuple(shape), np.dtype(kind)) for name, (shape, kind) in arrays.items()}
+            return _from_dict(found, 2 * math.prod(found["codes"].shape[1:]) - self.shapes[path][1])
+
+        return plain | {path: packed(path, arrays) for path, arrays in self.packed.items()}
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether weights are nested."""
+        return any(LOWER in arrays for arrays in self.packed.values())
 
 
-def described(weight: Int4Weight) -> dict[str, tuple[tuple[int, ...], str]]:
+def described(weight: Int4Weight | NestedWeight) -> dict[str, tuple[tuple[int, ...], str]]:
     """The shape and the dtype of each array of a weight, as a manifest has them."""
     return {name: (array.shape, np.dtype(array.dtype).name) for name, array in _as_dict(weight).items()}
 
@@ -126,7 +135,7 @@ def _is_manifest(raw: Mapping[str, Any]) -> bool:
         and raw["dtype"] in ("bfloat16", "float32")
         and raw["draft_bits"] in (4, 16)
         and has_values(raw["shapes"], lambda shape: isinstance(shape, list) and all(map(is_size, shape)))
-        and has_values(raw["packed"], lambda arrays: has_values(arrays, is_array) and arrays.keys() == {"codes", "scale", "zero"})
+        and has_values(raw["packed"], lambda arrays: has_values(arrays, is_array) and arrays.keys() - {LOWER} == PARTS)
         and all(_is_packed(raw["shapes"].get(path), arrays) for path, arrays in raw["packed"].items())
         and has_values(raw["written"], has_texts)
         and raw["written"].keys() == {TARGET, DRAFT}
@@ -137,14 +146,16 @@ def _is_manifest(raw: Mapping[str, Any]) -> bool:
 
 
 def _is_packed(shape: Any, arrays: Mapping[str, Sequence[Any]]) -> bool:
-    """Whether arrays have the shapes of the parts of an Int4Weight of this shape."""
+    """Whether arrays have the shapes of the parts of an Int4Weight of this shape, or of a NestedWeight, whose last group may lack inputs."""
     codes, scale, zero = (arrays[name][0] for name in ("codes", "scale", "zero"))
-    whole = isinstance(shape, list) and len(shape) == 2 and len(codes) == 3
-    return whole and codes[0] == shape[0] and 2 * codes[1] * codes[2] == shape[1] and codes[:2] == scale == zero
+    if not (isinstance(shape, list) and len(shape) == 2 and len(codes) == 3 and codes[0] == shape[0] and codes[:2] == scale == zero):
+        return False
+    padding = 2 * codes[1] * codes[2] - shape[1]
+    return 0 <= padding < 2 * codes[2] and arrays[LOWER][0] == codes if LOWER in arrays else padding == 0
 
 
 def digest(weight: Any) -> str:
-    """SHA-256, in hexadecimal, of the bytes of a weight: an array's, or an Int4Weight's codes, scale and zero."""
+    """SHA-256, in hexadecimal, of the bytes of a weight: an array's, or those of an Int4Weight or a NestedWeight."""
     whole = hashlib.sha256()
     for part in jax.tree.leaves(weight):
         whole.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
@@ -175,7 +186,8 @@ def restore(directory: Path, name: str, shapes: Mapping[str, Any], placement: Pl
     Args:
         directory: of the checkpoint.
         name: `TARGET` or `DRAFT`.
-        shapes: for each wanted weight, by its path, a ShapeDtypeStruct or an Int4Weight of them; arrays are cast to their dtypes.
+        shapes: for each wanted weight, by its path, a ShapeDtypeStruct, or an Int4Weight or NestedWeight of them; arrays are cast to their
+            dtypes.
         placement: of the weights on devices; None: the default device.
 
     Raises:
@@ -256,11 +268,23 @@ def batches(entries: Iterable[Entry], size: Callable[[Entry], int], max_size: in
 
 
 def _as_dict(weight):
-    return {"codes": weight.codes, "scale": weight.scale, "zero": weight.zero} if isinstance(weight, Int4Weight) else weight
+    upper = weight.upper if isinstance(weight, NestedWeight) else weight
+    if not isinstance(upper, Int4Weight):
+        return weight
+    found = {"codes": upper.codes, "scale": upper.scale, "zero": upper.zero}
+    return found | {LOWER: weight.lower} if isinstance(weight, NestedWeight) else found
+
+
+def _from_dict(found: Mapping[str, Any], padding: int) -> Int4Weight | NestedWeight:
+    """What `_as_dict` took apart. padding: see `Int4Weight`."""
+    upper = Int4Weight(**{name: found[name] for name in ("codes", "scale", "zero")}, padding=padding)
+    return NestedWeight(upper, found[LOWER]) if LOWER in found else upper
 
 
 def _as_weight(found, shape):
-    return Int4Weight(**found, padding=shape.padding) if isinstance(shape, Int4Weight) else found
+    if isinstance(shape, Int4Weight | NestedWeight):
+        return _from_dict(found, (shape.upper if isinstance(shape, NestedWeight) else shape).padding)
+    return found
 
 
 def as_tree(weights: Mapping[str, Any]) -> dict:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.formats.weights import Int4Weight
+from pallas_kernels.formats.weights import Int4Weight, NestedWeight
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.loading import LoadPlan, load_plan
 from qspec_jax.checkpoints.tensor_names import weight_shapes
@@ -89,7 +89,7 @@ def model_info(directory: str | Path, *, context: int | None = None, cache: Cach
 
 def _sizes(plan: LoadPlan, dtype: jnp.dtype, context: int, cache: CacheConfig) -> ModelInfo:
     config, weights = plan.config, plan.weights
-    own = [w for path, w in weights.items() if is_linear(path) and not isinstance(w, Int4Weight)]
+    own = [w for path, w in weights.items() if is_linear(path) and not isinstance(w, Int4Weight | NestedWeight)]
     drafted = [jax.eval_shape(quantize_weight, w) for w in own]
     drafted.append(jax.eval_shape(quantize_rows, weights.get("head", weights["embedding"])))
 

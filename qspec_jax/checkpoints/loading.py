@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from pallas_kernels.formats.weights import Int4Weight, dequantize_weight
+from pallas_kernels.formats.weights import Int4Weight, NestedWeight, dequantize_weight
 from pallas_kernels.matmul.support import GROUP_SIZES, unsupported
 from qspec_jax.checkpoints import converted
 from qspec_jax.checkpoints.gguf_file import is_gguf
@@ -23,14 +23,14 @@ from qspec_jax.checkpoints.quantized.formats import quantized_format
 from qspec_jax.checkpoints.source import WeightSource
 from qspec_jax.checkpoints.tensor_names import weight_shapes
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
-from qspec_jax.checkpoints.weights_text import DEQUANTIZED, PACKED, WeightsChoice
+from qspec_jax.checkpoints.weights_text import DEQUANTIZED, NESTED, PACKED, WeightsChoice
 from qspec_jax.errors import InputError, more_memory, warn_once
 from qspec_jax.files import read_json
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama, Origin, Weight
 from qspec_jax.models.placement import Placement
 from qspec_jax.progress import progress_bar, working
-from qspec_jax.quantization.weights import groups_are_cut, is_linear, quantize_head
+from qspec_jax.quantization.weights import groups_are_cut, is_linear, nest_weight, quantize_head, quantize_nested
 
 log = logging.getLogger(__name__)
 _LOADED_AS = ("bfloat16", "float32", "float64")
@@ -51,8 +51,9 @@ def load_model(
             converted directory.
         dtype: bfloat16, float32 or float64; None: the checkpoint's own (float16 becomes bfloat16).
         weights: for a quantized checkpoint "packed", which keeps linear layers of 4 bits in INT4 where their groups allow it, or
-            "dequantized"; None: see `packed_paths`, and a converted directory as it is stored. With ":head_bits=8" after either the head is
-            put into INT8, as a log line says.
+            "dequantized"; None: see `packed_paths`, and a converted directory as it is stored. Of any checkpoint "nested" puts linear
+            layers into 8 bits, whose upper 4 are a draft's weights (`NestedWeight`). With ":head_bits=8" after either the head is put into
+            INT8. Log lines say what changes the model.
         mesh: devices to divide the model over, with one axis, "model" (see `models.sharding`); None: the default device.
         progress: whether a bar is shown; None: where standard error is a terminal.
 
@@ -94,14 +95,14 @@ def packed_paths(source: WeightSource, dtype: jnp.dtype, weights: str | None, me
     Args:
         source: the checkpoint.
         dtype: of the model.
-        weights: `PACKED`, `DEQUANTIZED`, or None for no choice.
+        weights: see `WeightsChoice.linears`.
         mesh: the devices of the model.
 
     Raises:
         InputError: for packed weights if there are none.
     """
     linears = [path for path in source.places if is_linear(path)]
-    packable = [] if weights == DEQUANTIZED else [path for path in linears if source.can_pack(path)]
+    packable = [] if weights in (DEQUANTIZED, NESTED) else [path for path in linears if source.can_pack(path)]
     if mesh is not None:
         packable = [path for path in packable if not groups_are_cut(path, _packed_outline(source, path), mesh)]
     if weights == PACKED and not packable:
@@ -128,6 +129,11 @@ def with_packed(config: LlamaConfig, packed: Set[str], group_size: int | None) -
     return dataclasses.replace(config, int4_weights=every, int4_group_size=_config_group_size(group_size) if every else None)
 
 
+def log_nested(checkpoint: object) -> None:
+    """Logs that linear layers are put into 8 bits."""
+    log.info("%s: its linear layers are put into 8 bits, which changes logits slightly; drafts in INT4 read the upper 4", checkpoint)
+
+
 def _config_group_size(group_size: int | None) -> int | None:
     """`LlamaConfig.int4_group_size` of weights with groups of this size: None for 128, the default, and for sizes that no kernel takes."""
     return group_size if group_size in GROUP_SIZES[1:] else None
@@ -141,6 +147,16 @@ def _group_size(source: WeightSource, packed: Set[str]) -> int | None:
 def _stored_group_size(manifest: converted.Manifest) -> int | None:
     """`_group_size` of a converted directory."""
     return 2 * manifest.packed[min(manifest.packed)]["codes"][0][-1] if manifest.packed else None
+
+
+def _stored_as(config: LlamaConfig, manifest: converted.Manifest, weights: str | None) -> tuple[LlamaConfig, frozenset[str]]:
+    """The config of the model that a converted directory is loaded as, and the weights that stay as their codes are stored. weights: see
+    `WeightsChoice.linears`."""
+    kept = weights == NESTED if manifest.is_nested else weights == PACKED
+    packed = frozenset(manifest.packed) if kept or weights is None else frozenset()
+    in_int4 = frozenset() if manifest.is_nested else packed
+    nested = weights == NESTED or (manifest.is_nested and bool(packed))
+    return dataclasses.replace(with_packed(config, in_int4, _stored_group_size(manifest)), nested_weights=nested), packed
 
 
 def _has_kernels(weight: Int4Weight) -> bool:
@@ -161,7 +177,11 @@ def _load_source(directory: Path, dtype: str | None, weights: str | None, mesh: 
     wanted = jnp.dtype(as_loaded(dtype or default_dtype(source.config, source.directory)))
     packed = packed_paths(source, wanted, weights, mesh)
     log_packed(source, packed, wanted)
-    placement = Placement(with_packed(source.config, packed, _group_size(source, packed)), mesh)
+    is_nested = weights == NESTED
+    if is_nested:
+        log_nested(directory)
+    config = dataclasses.replace(with_packed(source.config, packed, _group_size(source, packed)), nested_weights=is_nested)
+    placement = Placement(config, mesh)
     _check_fits(directory, placement, wanted, packed)
     settings = dict(total=len(source.places), desc="load", unit="tensor", leave=True)
     with progress_bar(progress=progress, **settings) as bar, working("loading weights"):
@@ -177,7 +197,8 @@ def _load_source(directory: Path, dtype: str | None, weights: str | None, mesh: 
             # Cast on the host, so that the device never holds two copies.
             array = array.astype(wanted, copy=False)
             source.examine(path, array)
-            return placement.put(path, array)
+            weight = placement.put(path, array)
+            return nest_weight(path, weight) if is_nested else weight
 
         model = placement.model(make)
     source.warn_of_not_finite()
@@ -186,34 +207,47 @@ def _load_source(directory: Path, dtype: str | None, weights: str | None, mesh: 
 
 def _load_converted(directory: Path, dtype: str | None, weights: str | None, mesh: Mesh | None) -> Llama:
     config, manifest = config_and_manifest(directory)
-    wanted, packed = jnp.dtype(as_loaded(dtype or manifest.dtype)), frozenset() if weights == DEQUANTIZED else frozenset(manifest.packed)
-    placement = Placement(with_packed(config, packed, _stored_group_size(manifest)), mesh)
-    if weights == PACKED and not manifest.packed:
-        raise InputError(f"{directory}: its weights are stored dequantized; convert the checkpoint again with {PACKED} weights")
+    wanted = jnp.dtype(as_loaded(dtype or manifest.dtype))
+    if weights == PACKED and (manifest.is_nested or not manifest.packed):
+        how = NESTED if manifest.is_nested else DEQUANTIZED
+        raise InputError(f"{directory}: its weights are stored {how}; convert the checkpoint again with {PACKED} weights")
+    config, packed = _stored_as(config, manifest, weights)
+    is_nested = weights == NESTED and not packed
+    if is_nested:
+        log_nested(directory)
+    placement = Placement(config, mesh)
     shapes = manifest.stored_shapes(wanted)
     if mesh is not None and (cut := [path for path in packed if groups_are_cut(path, shapes[path], mesh)]):
         raise InputError(f"{directory}: {mesh.size} devices would cut groups of {sorted(cut)[0]}; load it with {DEQUANTIZED} weights")
     _check_fits(directory, placement, wanted, packed)
     codes = {path: shapes.pop(path) for path in manifest.packed.keys() - packed}
-    restored = converted.restore(directory, converted.TARGET, shapes, placement)
+
+    def finished(path: str, weight: Weight) -> Weight:
+        return nest_weight(path, weight) if is_nested else weight
+
+    # One by one, as what they become may be smaller.
+    found = converted.restored(directory, converted.TARGET, shapes, placement, converted.LOADED_BYTES)
+    restored = {path: finished(path, placement.spread(path, weight)) for path, weight in found}
 
     def make(path: str, shape: tuple[int, ...]) -> Weight:
         if path not in codes:
-            return placement.spread(path, restored.pop(path))
+            return restored.pop(path)
         weight = converted.restore(directory, converted.TARGET, {path: codes[path]})[path]
-        return placement.put(path, np.asarray(dequantize_weight(weight, jnp.float32).astype(wanted)))
+        return finished(path, placement.put(path, np.asarray(dequantize_weight(weight, jnp.float32).astype(wanted))))
 
     return placement.model(make)
 
 
 def _check_fits(directory: Path, placement: Placement, dtype: jnp.dtype, packed: Set[str]) -> None:
-    """Raises InputError if a device of this process has less memory than its share of the weights takes, without scales of packed ones."""
+    """Raises InputError if a device of this process has less memory than its share of the weights takes, without scales of groups."""
     mesh = placement.mesh
     own = jax.local_devices() if mesh is None else [each for each in mesh.devices.flat if each.process_index == jax.process_index()]
     room = (own[0].memory_stats() or {}).get("bytes_limit") if own else None  # None on a CPU
     shapes = weight_shapes(placement.config)
-    needed = placement.bytes_on_device({path: shape for path, shape in shapes.items() if path not in packed}, dtype.itemsize)
+    nested = set(filter(is_linear, shapes)) if placement.config.nested_weights else set()
+    needed = placement.bytes_on_device({path: shape for path, shape in shapes.items() if path not in packed | nested}, dtype.itemsize)
     needed += placement.bytes_on_device({path: shapes[path] for path in packed}, 1) // 2
+    needed += placement.bytes_on_device({path: shapes[path] for path in nested}, 1)
     if room is not None and needed > room:
         share = "" if mesh is None else " a device"
         raise InputError(
@@ -246,12 +280,14 @@ class LoadPlan:
     config: LlamaConfig
     dtype: str
     quantization: str | None
-    weights: Mapping[str, jax.ShapeDtypeStruct | Int4Weight]
+    weights: Mapping[str, jax.ShapeDtypeStruct | Int4Weight | NestedWeight]
 
     def described_linears(self) -> str | None:
         """How linear layers are stored and loaded, for a table; None if they are neither quantized nor in INT4."""
         linears = [weight for path, weight in self.weights.items() if is_linear(path)]
         packed = sum(isinstance(weight, Int4Weight) for weight in linears)
+        if self.config.nested_weights:
+            return f"{self.quantization + ', ' if self.quantization else ''}nested in 8 bits"
         if not packed:
             return self.quantization and f"{self.quantization}, dequantized to {self.dtype}"
         return f"{self.quantization + ', ' if self.quantization else ''}{packed} of {len(linears)} stay in INT4"
@@ -270,12 +306,12 @@ def load_plan(directory: str | Path, *, dtype: str | None = None, weights: str |
     if converted.is_converted(directory):
         config, manifest = config_and_manifest(directory)
         wanted = as_loaded(dtype or manifest.dtype)
-        packed = frozenset() if linears == DEQUANTIZED else manifest.packed.keys()
         stored = manifest.stored_shapes(jnp.dtype(wanted))
         plain = {path: jax.ShapeDtypeStruct(shape, jnp.dtype(wanted)) for path, shape in weight_shapes(config).items()}
-        config = with_packed(config, packed, _stored_group_size(manifest))
+        config, packed = _stored_as(config, manifest, linears)
         found = {path: stored[path] if path in packed else plain[path] for path in stored}
-        return LoadPlan(dataclasses.replace(config, dtype=manifest.dtype), wanted, None, found)
+        plan = LoadPlan(dataclasses.replace(config, dtype=manifest.dtype), wanted, None, found)
+        return plan if packed else _nested_plan(plan, linears)
     source = open_source(directory)
     dtype = jnp.dtype(as_loaded(dtype or default_dtype(source.config, source.directory)))
     packed = packed_paths(source, dtype, linears)
@@ -283,7 +319,15 @@ def load_plan(directory: str | Path, *, dtype: str | None = None, weights: str |
     plain = {path: jax.ShapeDtypeStruct(place.shape, dtype) for path, place in source.places.items()}
     config = with_packed(source.config, packed, _group_size(source, packed))
     weights = plain | {path: _packed_outline(source, path) for path in packed}
-    return LoadPlan(config, dtype.name, source.quantization, weights)
+    return _nested_plan(LoadPlan(config, dtype.name, source.quantization, weights), linears)
+
+
+def _nested_plan(plan: LoadPlan, linears: str | None) -> LoadPlan:
+    """The plan with nested linear layers, if these are chosen."""
+    if linears != NESTED:
+        return plan
+    weights = {path: jax.eval_shape(quantize_nested, weight) if is_linear(path) else weight for path, weight in plan.weights.items()}
+    return dataclasses.replace(plan, config=dataclasses.replace(plan.config, nested_weights=True), weights=weights)
 
 
 def outline_model(directory: str | Path, *, dtype: str | None = None, weights: str | None = None) -> Llama:
@@ -309,7 +353,7 @@ def planned_config(directory: str | Path) -> LlamaConfig:
         return config
     if converted.is_converted(directory):
         manifest = converted.read_manifest(directory)
-        return with_packed(config, manifest.packed.keys(), _stored_group_size(manifest))
+        return _stored_as(config, manifest, None)[0]
     form = quantized_format(directory, read_json(directory / "config.json"))
     size = form.kernel_group_size if form is not None and config.dtype in ("bfloat16", "float16") else None
     _log_planned(directory, form and form.name, size is not None)

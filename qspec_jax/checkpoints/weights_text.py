@@ -7,6 +7,8 @@ from qspec_jax.errors import InputError
 from qspec_jax.settings_text import check_settings, read_settings, setting, split_text
 
 PACKED, DEQUANTIZED = "packed", "dequantized"  # how linear layers of a quantized checkpoint are loaded
+NESTED = "nested"  # linear layers of any checkpoint in 8 bits, whose upper 4 are the draft's
+CHOICES = PACKED, DEQUANTIZED, NESTED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +21,7 @@ class WeightsChoice:
     """How weights are loaded.
 
     Attributes:
-        linears: `PACKED` or `DEQUANTIZED`; None for no choice.
+        linears: one of `CHOICES`; None for no choice.
         head_bits: 8 if the head is put into INT8; it is then another model's. 16: as it is stored.
     """
 
@@ -32,8 +34,8 @@ class WeightsChoice:
         if text is None:
             return cls()
         name, parts = split_text("weights", text)
-        if name not in (PACKED, DEQUANTIZED):
-            raise InputError(f"weights {name!r} should be {PACKED} or {DEQUANTIZED}")
+        if name not in CHOICES:
+            raise InputError(f"weights {name!r} should be one of {', '.join(CHOICES)}")
         settings = _Settings(**read_settings("weights", text, parts, _Settings))
         check_settings("weights", settings)
         return cls(name, settings.head_bits)

@@ -18,7 +18,7 @@ from qspec_jax.bench.decode_rows import check_gamma, select_gammas
 from qspec_jax.bench.simulated import rate_of_ratio, rates_of
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints import hub, huggingface, loading
-from qspec_jax.checkpoints.weights_text import DEQUANTIZED, PACKED, WeightsChoice
+from qspec_jax.checkpoints.weights_text import DEQUANTIZED, NESTED, PACKED, WeightsChoice
 from qspec_jax.cli.bench_kernels import Repeats, kernels
 from qspec_jax.cli.bench_options import DRAFT, Arch, Gammas, Model, NewTokens, Texts, drafts_of, int4_of
 from qspec_jax.cli.bench_states import states_commands
@@ -164,7 +164,7 @@ def bench_decode(
     if arch is not None or random_weights:
         if choice == WeightsChoice(DEQUANTIZED):
             raise InputError("--weights dequantized needs a quantized checkpoint, which random weights are not; leave it out")
-        shape = dataclasses.replace(shape, int4_weights=choice.linears == PACKED)
+        shape = dataclasses.replace(shape, int4_weights=choice.linears == PACKED, nested_weights=choice.linears == NESTED)
     check_positions("model", shape.max_length, "--context", max(contexts), max_new_tokens)
     for method in methods:
         CacheConfig.parse(method.cache).check(shape)
@@ -211,7 +211,8 @@ def bench_decode(
 
 def _described(in_int4: bool, choice: WeightsChoice) -> str:
     """The formats of a model's weights, for after its name. in_int4: whether they are random, and linear layers are in INT4."""
-    parts = [*["linear layers in INT4"] * in_int4, *["head in INT8"] * (choice.head_bits == 8)]
+    nested = ["linear layers nested in 8 bits"] * (choice.linears == NESTED)
+    parts = [*["linear layers in INT4"] * in_int4, *nested, *["head in INT8"] * (choice.head_bits == 8)]
     return "".join(f", {part}" for part in [*parts, "all else in bfloat16"]) if parts else ""
 
 

@@ -41,8 +41,9 @@ def convert_command(
         print(to_json(dataclasses.asdict(report)))
     else:
         draft = f" and a draft of {report.draft_bits} bits" if report.draft_bits == 4 else ""
-        packed = f"{report.packed} in INT4 and " if report.packed else ""
-        others = report.tensors - report.packed
+        counts = {"in INT4": report.packed, "nested in 8 bits": report.nested}
+        packed = "".join(f"{count} {how} and " for how, count in counts.items() if count)
+        others = report.tensors - report.packed - report.nested
         print(f"{report.directory}: {packed}{others} tensors in {report.dtype}{draft}, {report.bytes_written / 1e9:.3g} GB")
 
 
@@ -60,8 +61,12 @@ def verify_command(
     else:
         for what in report.wrong:
             print(f"{report.directory}: {what}")
-        errors = "not finite" if report.draft_error is None else f"at most {report.draft_error:.2f} of what they may be"
-        draft = f"; {report.drafted} of the draft, whose errors are {errors}" if report.drafted else ""
+
+        def errs(count: int, what: str, error: float | None) -> str:
+            errors = "not finite" if error is None else f"at most {error:.2f} of what they may be"
+            return f"; {count} {what}, whose errors are {errors}" if count else ""
+
+        draft = errs(report.nested, "of them nested", report.nested_error) + errs(report.drafted, "of the draft", report.draft_error)
         verdict = "see above" if report.wrong else "all as in the source"
         print(f"{report.weights} weights compared{', and logits' if report.logits else ''}: {verdict}{draft}")
     if report.wrong:

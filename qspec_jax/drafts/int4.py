@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jax
 
-from pallas_kernels.formats.weights import Int4Weight
+from pallas_kernels.formats.weights import Int4Weight, NestedWeight
 from qspec_jax.checkpoints import converted
 from qspec_jax.checkpoints.huggingface import load_config
 from qspec_jax.checkpoints.tensor_names import weight_shapes
@@ -29,7 +29,8 @@ def int4_model(
     calibration: Sequence[Sequence[int]] | None = None,
     progress: bool | None = None,
 ) -> Llama:
-    """The model with INT4 linear layers; all else is the same arrays, not copies, and so are layers that are in INT4 already, and experts.
+    """The model with INT4 linear layers; all else is the same arrays, not copies, and so are layers that are in INT4 already, the upper
+    planes of nested ones, and experts.
 
     Args:
         model: the model, or an outline of it, which gives an outline.
@@ -41,11 +42,14 @@ def int4_model(
     Raises:
         InputError: for a directory that cannot be read, or is not there any more, and for calibration where some layers are in INT4.
     """
-    packed = [isinstance(weight, Int4Weight) for path, weight in model.weights().items() if is_linear(path)]
+    linears = [weight for path, weight in model.weights().items() if is_linear(path)]
+    packed = [isinstance(weight, Int4Weight | NestedWeight) for weight in linears]
     if all(packed):
         if calibration is not None:
             warn_once(log, "nothing is calibrated: the draft reads the target's own INT4 weights", logging.INFO)
-        return model
+        if all(isinstance(weight, Int4Weight) for weight in linears):
+            return model
+        return jax.eval_shape(quantize_linears, model) if is_outline(model) else quantize_linears(model)
     if model.checkpoint_config.experts is not None:
         log.info("INT4 weights of the draft: of experts it reads the target's own weights, all other linear layers are in INT4")
     if calibration is not None and any(packed):

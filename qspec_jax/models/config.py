@@ -25,6 +25,7 @@ class LlamaConfig:
         architecture: of the text model, one of `families.ARCHITECTURES`.
         int4_weights: whether all linear layers are in INT4, as their checkpoint has them; config.json does not say it.
         int4_group_size: inputs of a group of these weights; None: those of `quantization.weights.weight_group_size`.
+        nested_weights: whether linear layers are nested in 8 bits, see `load_model`.
         int8_head: whether the head is in INT8, see `load_model`.
         wrapper: the multimodal model that the text model is a part of, one of `families.WRAPPERS`; None for a text model by itself.
         qk_norm: what the norm of queries and keys covers, one of `families.QK_NORMS`; None without such a norm.
@@ -75,6 +76,7 @@ class LlamaConfig:
     experts: ExpertsConfig | None = None
     int4_weights: bool = False
     int4_group_size: int | None = None
+    nested_weights: bool = False
     int8_head: bool = False
 
     def __post_init__(self):

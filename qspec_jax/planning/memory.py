@@ -46,7 +46,8 @@ def memory_of(
     shared = [each for each in steps if not each.model.own_model]
     # Drafts of the target's own model have its INT4 weights in common, and those that step the same layers their head too.
     own = [i for i, bits in enumerate(zip(*(each.weight_bits for each in shared))) if 4 in bits]
-    draft = 0 if config.int4_weights else sum(count * int4_bytes(config, i) for i, count in layer_kinds(config, own).items())
+    in_target = config.int4_weights or config.nested_weights
+    draft = 0 if in_target else sum(count * int4_bytes(config, i) for i, count in layer_kinds(config, own).items())
     heads = {each.weight_bits for each in shared if each.head_bits == 8}
     decoding = 0 if config.int8_head else len(heads) * head_bytes(config, 8)  # made after prefill
     shapes = cache.outline(config, context + new_tokens, gamma)

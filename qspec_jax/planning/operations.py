@@ -104,7 +104,7 @@ def _activations(config: LlamaConfig) -> int:
 
 @functools.cache
 def _weights(config: LlamaConfig, bits: int) -> dict[str, int]:
-    """Bytes of each weight of a model by its path. bits: of its linear layers, 4, or 16 for bfloat16."""
+    """Bytes of each weight of a model by its path. bits: of its linear layers, 4, or others for what the config says."""
     return {path: bytes_of(weight) for path, weight in outline(config, int4=bits == 4).weights().items()}
 
 
@@ -123,7 +123,7 @@ def layer_weight_bytes(config: LlamaConfig, bits: int, layer: int = 0, *, rows: 
 
     Args:
         config: of the model.
-        bits: of linear layers, 4, or 16 for bfloat16.
+        bits: of linear layers, 4, or others for what the config says.
         layer: its number.
         rows: tokens of the pass, which read the experts that they choose (`ExpertsConfig.read`); None: all experts.
     """

@@ -52,12 +52,17 @@ class StepReads:
         return any(layer.listed for layer in self.layers)
 
 
+def own_weight_bits(config: LlamaConfig) -> int:
+    """Bits of the linear layers of a model itself: 4, 8 where they are nested, or 16."""
+    return 4 if config.int4_weights else 8 if config.nested_weights else 16
+
+
 def own_step(config: LlamaConfig, cache: Cache, tokens: int) -> StepReads:
     """What a pass of the model itself reads of a row with `tokens` tokens, those of the pass included: its own weights, and all of its
     cache in both planes. cache: its shapes."""
     everything = cache.reads(BOTH_PLANES, tokens)
     of_layers = (dataclasses.asdict(cache.reads_of_layer(layer, everything, tokens)) for layer in range(config.num_layers))
-    layers = tuple(LayerReads(**each, weight_bits=4 if config.int4_weights else 16) for each in of_layers)
+    layers = tuple(LayerReads(**each, weight_bits=own_weight_bits(config)) for each in of_layers)
     return StepReads(config, layers, 8 if config.int8_head else 16, *cache.bytes_of_pass(BOTH_PLANES, tokens))
 
 

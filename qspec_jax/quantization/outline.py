@@ -5,11 +5,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.formats.weights import Int4Weight
+from pallas_kernels.formats.weights import Int4Weight, NestedWeight
 from qspec_jax.models.block import Weight
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
-from qspec_jax.quantization.weights import is_linear, quantize_rows, weight_group_size
+from qspec_jax.quantization.weights import is_linear, quantize_nested, quantize_rows, weight_group_size
 
 
 @functools.lru_cache(maxsize=8)  # a fifth of a second for each of a model of 32 layers, and a plan wants four
@@ -27,6 +27,8 @@ def outline(config: LlamaConfig, *, int4: bool = False, dtype: str = "bfloat16")
     def make(path: str, shape: tuple[int, ...]) -> Weight:
         if has_int4 and is_linear(path):
             return int4_outline(shape, dtype, config.int4_group_size)
+        if config.nested_weights and is_linear(path):
+            return nested_outline(shape, dtype)
         if path == "head" and config.int8_head:
             return jax.eval_shape(quantize_rows, jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
@@ -42,6 +44,11 @@ def int4_outline(shape: tuple[int, int], dtype: str = "bfloat16", group_size: in
     codes = jax.ShapeDtypeStruct((out, groups, size // 2), jnp.uint8)
     scale, zero = (jax.ShapeDtypeStruct((out, groups), jnp.dtype(dtype)) for _ in range(2))
     return Int4Weight(codes, scale, zero, -inputs % size)
+
+
+def nested_outline(shape: tuple[int, int], dtype: str = "bfloat16") -> NestedWeight:
+    """The shapes of a nested weight [out, in]. dtype: of the weight that it is made of."""
+    return jax.eval_shape(quantize_nested, jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
 
 
 def is_outline(model: Llama) -> bool:

@@ -1,7 +1,8 @@
-"""The draft's quantized weights.
+"""Quantized weights of the draft and of the target.
 
 INT4, for linear layers: groups along the input, a search for the range that errs least, and, with calibration, rounding that makes up for
-the errors of the inputs before (GPTQ, arXiv 2210.17323). INT8, for the head: rounded to nearest.
+the errors of the inputs before (GPTQ, arXiv 2210.17323). Nested, for linear layers of the target: 8 bits of which the upper 4 are the
+draft's. INT8, for the head: rounded to nearest.
 """
 
 import functools
@@ -15,7 +16,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.formats.quantization import pack
 from pallas_kernels.formats.rounding import accumulation_dtype, parameter_dtype, round_down, round_up
-from pallas_kernels.formats.weights import Int4Weight, Int8Weight, Weight
+from pallas_kernels.formats.weights import LOWER_MIDDLE, LOWER_STEPS, Int4Weight, Int8Weight, NestedWeight, Weight
 from pallas_kernels.matmul.support import GROUP_SIZES
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
@@ -24,6 +25,9 @@ from qspec_jax.models.sharding import MODEL, divided_over, mesh_of, weight_shard
 # Shares of a group's range that are tried; what lies outside is clipped.
 CLIP_RATIOS = tuple(1 - i / 32 for i in range(17))
 REFITS = 2
+# Scales of nested weights that are tried, as shares of the least one whose 16 steps cover a group's range, and places of the range in them.
+# So no weight is clipped, which the target would suffer from.
+NESTED_SCALES, NESTED_PLACES = tuple(1 + i / 60 for i in range(5)), (0.0, 0.5, 1.0)
 # What is added to the diagonal of the inputs' second moments, as a share of its mean (GPTQ, section 3.3).
 DAMPING = 0.01
 
@@ -47,10 +51,7 @@ def quantize_weight(
     out_features, in_features = weight.shape
     size = group_size or weight_group_size(in_features)
     dtype = parameter_dtype(weight.dtype)
-    wide = weight.astype(accumulation_dtype(weight.dtype))
-    padding = -in_features % size
-    # Padding by the last column leaves each group's range alone; its errors do not count.
-    wide = jnp.pad(wide, ((0, 0), (0, padding)), mode="edge")
+    wide, padding = _padded(weight, size)
     counts = (jnp.arange(wide.shape[1]) < in_features).astype(wide.dtype)
     if moments is None:
         groups = wide.reshape(out_features, -1, size)
@@ -60,6 +61,47 @@ def quantize_weight(
         moments = jnp.pad(moments.astype(wide.dtype), (0, padding))
         codes, scale, zero = _compensated(wide, moments, counts, size, dtype)
     return Int4Weight(pack(codes.astype(jnp.uint8)), scale[..., 0].astype(dtype), zero[..., 0].astype(dtype), padding)
+
+
+@functools.partial(jax.jit, static_argnames="group_size")
+def quantize_nested(weight: Float[Array, "out in"], *, group_size: int | None = None) -> NestedWeight:
+    """The weight in 8 bits with a scale and a zero per group of inputs, `weight_group_size` unless given, whose upper 4 are an INT4 weight.
+
+    Of the scales and zeros of which no weight of the group is clipped it takes those with which the upper codes alone err least; the lower
+    ones then divide each step into 16.
+    """
+    size, dtype = group_size or weight_group_size(weight.shape[1]), parameter_dtype(weight.dtype)
+    wide, padding = _padded(weight, size)
+    groups = wide.reshape(len(wide), -1, size)
+    scale, zero = _fit_range(groups, dtype)
+    upper = _round(groups, scale, zero)
+    lower = jnp.clip(jnp.rint(((groups - zero) / scale - upper) * LOWER_STEPS + LOWER_MIDDLE), 0, LOWER_STEPS - 1)
+    upper, lower = (pack(codes.astype(jnp.uint8)) for codes in (upper, lower))
+    return NestedWeight(Int4Weight(upper, scale[..., 0].astype(dtype), zero[..., 0].astype(dtype), padding), lower)
+
+
+def _padded(weight: Float[Array, "out in"], size: int) -> tuple[Float[Array, "out padded"], int]:
+    """The weight in the dtype of sums with whole groups of inputs, and how many were added."""
+    padding = -weight.shape[1] % size
+    # Padding by the last column leaves each group's range alone; its errors do not count.
+    return jnp.pad(weight.astype(accumulation_dtype(weight.dtype)), ((0, 0), (0, padding)), mode="edge"), padding
+
+
+def _fit_range(groups: Float[Array, "out C G"], dtype) -> tuple[Array, Array]:
+    """The scale and zero [out, C, 1], values of `dtype`, whose 16 steps cover each group, with the least squared error of upper codes."""
+    low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
+    least = jnp.maximum((high - low) / 16, jnp.finfo(groups.dtype).tiny)
+
+    def attempt(i, best):
+        scale = round_up(least * jnp.asarray(NESTED_SCALES, groups.dtype)[i // len(NESTED_PLACES)], dtype)
+        spare = jnp.maximum(16 * scale - (high - low), 0)
+        zero = round_down(low + scale / 2 - jnp.asarray(NESTED_PLACES, groups.dtype)[i % len(NESTED_PLACES)] * spare, dtype)
+        # In units of a step, whose square stays within float32 whatever the weights.
+        error = jnp.square((groups - zero) / scale - _round(groups, scale, zero)).mean(-1, keepdims=True) * jnp.square(scale / least)
+        return jax.tree.map(lambda old, new: jnp.where(error < best[0], new, old), best, (error, scale, zero))
+
+    nothing = (jnp.full_like(least, jnp.inf), jnp.ones_like(least), jnp.zeros_like(least))
+    return lax.fori_loop(0, len(NESTED_SCALES) * len(NESTED_PLACES), attempt, nothing)[1:]
 
 
 def _round(groups: Array, scale: Array, zero: Array) -> Array:
@@ -140,16 +182,32 @@ def is_linear(path: str) -> bool:
 
 
 def quantize_linears(model: Llama) -> Llama:
-    """The model with INT4 linear layers; embedding, head, norms, biases and layers in INT4 already are the same arrays, not copies."""
-    weights = model.weights()
-    mesh = mesh_of(weights)
+    """The model with INT4 linear layers; embedding, head, norms, biases and layers in INT4 already are the same arrays, not copies, and of
+    nested ones the upper plane is taken."""
 
     def quantized(path: str, weight: Weight) -> Weight:
-        if not is_linear(path) or isinstance(weight, Int4Weight):
-            return weight
-        return divided_over(mesh, _in_groups_of(group_size_over(path, weight.shape, None if mesh is None else weight.sharding)))(weight)
+        if isinstance(weight, NestedWeight):
+            return weight.upper
+        return _in_groups(quantize_weight, path, weight) if is_linear(path) and not isinstance(weight, Int4Weight) else weight
 
-    return model.with_weights({path: quantized(path, weight) for path, weight in weights.items()})
+    return model.with_weights({path: quantized(path, weight) for path, weight in model.weights().items()})
+
+
+def nest_weight(path: str, weight: Array) -> Weight:
+    """The weight at a path of the model, nested if it is one of a linear layer. Raises InputError where devices would cut its groups."""
+    return _in_groups(quantize_nested, path, weight) if is_linear(path) else weight
+
+
+def nest_linears(model: Llama) -> Llama:
+    """The model with nested linear layers; all else is the same arrays, not copies."""
+    return model.with_weights({path: nest_weight(path, weight) for path, weight in model.weights().items()})
+
+
+def _in_groups(quantize: Callable, path: str, weight: Array) -> Weight:
+    """The weight at a path of the model, quantized in groups that no device cuts."""
+    mesh = mesh_of(weight)
+    size = group_size_over(path, weight.shape, None if mesh is None else weight.sharding)
+    return divided_over(mesh, _with_size(quantize, size))(weight)
 
 
 def group_size_over(path: str, shape: tuple[int, int], sharding: NamedSharding | None) -> int:
@@ -167,15 +225,16 @@ def group_size_over(path: str, shape: tuple[int, int], sharding: NamedSharding |
     return size
 
 
-def groups_are_cut(path: str, weight: Int4Weight, mesh: Mesh) -> bool:
+def groups_are_cut(path: str, weight: Int4Weight | NestedWeight, mesh: Mesh) -> bool:
     """Whether inputs of one group of a weight, or of its shapes, would come to lie on several devices."""
+    weight = weight.upper if isinstance(weight, NestedWeight) else weight
     divided = MODEL in weight_sharding(path, weight.scale.shape, mesh).spec[1:]
     return divided and bool(weight.padding or weight.scale.shape[1] % mesh.size)
 
 
 @functools.cache
-def _in_groups_of(size: int) -> Callable[[Float[Array, "out in"]], Int4Weight]:
-    return functools.partial(quantize_weight, group_size=size)
+def _with_size(quantize: Callable, size: int) -> Callable[[Float[Array, "out in"]], Weight]:
+    return functools.partial(quantize, group_size=size)
 
 
 @jax.jit

@@ -1,0 +1,206 @@
+"""Nested weights: 8 bits for the target, whose upper 4 are the draft's own INT4 weights, shared and not copied."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import simulated_devices
+from checkpoints import hf_config, write_checkpoint
+from runs import random_model, random_prompts
+from tiers import in_system
+from weight_matrices import weights
+
+from convert import convert, export, verify
+from pallas_kernels.formats.weights import Int4Weight, NestedWeight, dequantize_weight
+from pallas_kernels.matmul import linear
+from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.checkpoints.info import model_info
+from qspec_jax.checkpoints.loading import load_model, load_plan, outline_model
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.generate import generate
+from qspec_jax.drafts.int4 import int4_model
+from qspec_jax.drafts.registry import make_draft
+from qspec_jax.drafts.step_bytes import weight_bytes
+from qspec_jax.errors import InputError
+from qspec_jax.models.sharding import model_mesh
+from qspec_jax.planning.operations import model_bytes, step_weight_bytes
+from qspec_jax.planning.steps import own_step
+from qspec_jax.quantization.weights import is_linear, nest_linears, quantize_nested, quantize_rows, quantize_weight, weight_group_size
+
+dequantize = jax.jit(dequantize_weight, static_argnames="dtype")
+
+
+def nested_of(model) -> dict[str, NestedWeight]:
+    return {path: weight for path, weight in model.weights().items() if isinstance(weight, NestedWeight)}
+
+
+def errors(weight: np.ndarray, found) -> np.ndarray:
+    return np.asarray(dequantize(found, dtype=jnp.float32), np.float64) - np.asarray(weight, np.float64)
+
+
+@pytest.mark.parametrize("name", sorted(weights(128)))
+@pytest.mark.parametrize("inputs", [128, 96, 50])
+def test_no_weight_is_clipped(name, inputs):
+    """Each errs by half a step of the lower plane at most, and alone the upper plane by half a step of its own."""
+    weight = weights(inputs)[name]
+    nested = quantize_nested(jnp.asarray(weight))
+    size = weight_group_size(inputs)
+    scale = np.repeat(np.asarray(nested.upper.scale, np.float64), size, 1)[:, :inputs]
+    rounding = 8 * np.finfo(np.float32).eps * np.abs(np.asarray(weight, np.float64)).max()
+    # Scales and zeros are stored in the weight's dtype: a range may lie a little beside its 16 steps.
+    beside = 2.0**-7 if weight.dtype == jnp.bfloat16 else 2.0**-20
+    largest = np.abs(np.asarray(weight, np.float64)).max()
+    assert (np.abs(errors(weight, nested)) <= scale / 32 + beside * largest + rounding).all()
+    assert (np.abs(errors(weight, nested.upper)) <= scale / 2 + beside * largest + rounding).all()
+    assert nested.shape == weight.shape and nested.nbytes == nested.upper.nbytes + nested.upper.codes.nbytes
+
+
+def trained() -> list[np.ndarray]:
+    """Matrices with the tails that trained weights have: Student's t with 5 degrees of freedom, outputs of several sizes."""
+    random = np.random.default_rng(0)
+    sizes = np.exp(random.normal(0, 0.3, (256, 1)))
+    return [(0.02 * sizes * random.standard_t(5, (256, 1024))).astype(jnp.bfloat16) for _ in range(2)]
+
+
+def test_both_planes_err_less_than_int8_and_the_upper_one_like_int4():
+    for weight in trained():
+        mean = {
+            how: np.square(errors(weight, found)).mean()
+            for how, found in {
+                "both": quantize_nested(jnp.asarray(weight)),
+                "upper": quantize_nested(jnp.asarray(weight)).upper,
+                "int4": quantize_weight(jnp.asarray(weight)),
+            }.items()
+        }
+        rows = quantize_rows(jnp.asarray(weight))
+        int8 = np.square(np.asarray(rows.codes, np.float64) * np.asarray(rows.scale)[:, None] - np.asarray(weight, np.float64)).mean()
+        assert mean["both"] < int8
+        assert mean["upper"] <= 1.1 * mean["int4"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [3, 100])
+def test_linear_multiplies_by_both_planes(dtype, rows):
+    random = np.random.default_rng(1)
+    x = jnp.asarray(random.normal(size=(rows, 96)), dtype)
+    made = [quantize_nested(jnp.asarray(random.normal(size=(out, 96)), dtype)) for out in (24, 8)]
+    plain = jnp.asarray(random.normal(size=(16, 96)), dtype)
+    found = jax.jit(linear)(x, [*made, plain])
+    wide = [np.asarray(dequantize(weight, dtype=jnp.float32), np.float64) for weight in made] + [np.asarray(plain, np.float64)]
+    expected = np.concatenate([np.asarray(x, np.float64) @ weight.T for weight in wide], -1)
+    tolerance = 2e-5 if dtype == "float32" else 2e-2
+    assert np.linalg.norm(np.asarray(found, np.float64) - expected) <= tolerance * np.linalg.norm(expected)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("nested") / "hf", hf_config())
+
+
+def test_a_draft_has_the_targets_upper_planes(checkpoint, caplog):
+    caplog.set_level("INFO", "qspec_jax.checkpoints.loading")
+    model = load_model(checkpoint, weights="nested")
+    assert "put into 8 bits" in caplog.text and model.config.nested_weights
+    nested, draft = nested_of(model), make_draft("quantspec", model).step.model.weights()
+    assert nested.keys() == set(filter(is_linear, model.weights())) and len(nested) == 14
+    assert all(draft[path].codes is weight.upper.codes and isinstance(draft[path], Int4Weight) for path, weight in nested.items())
+    assert int4_model(outline_model(checkpoint, weights="nested")).weights()["norm.weight"].shape == draft["norm.weight"].shape
+
+
+@pytest.mark.parametrize("draft", ["quantspec", *in_system("sparse:budget=0.3")])
+def test_greedy_tokens_are_the_nested_targets(draft):
+    """In float64, across flushes."""
+    with jax.enable_x64(True):
+        model = nest_linears(random_model(jnp.float64))
+        prompts = random_prompts([60, 41])
+        settings = dict(cache="int8", group_size=16, ignore_eos=True, max_new_tokens=48)
+        alone = [generate(model, [prompt], config=GenerationConfig(draft="none", **settings)).token_ids[0] for prompt in prompts]
+        config = GenerationConfig(draft=draft, num_speculative_tokens=5, **settings)
+        found = generate(model, prompts, config=config)
+        assert found.token_ids == alone
+
+
+def test_plans_and_info_count_its_bytes(checkpoint, tmp_path):
+    convert(checkpoint, tmp_path / "out", weights="nested", progress=False)
+    model, info = load_model(tmp_path / "out"), model_info(tmp_path / "out")
+    assert info.linear_layers == "nested in 8 bits" and info.draft_weight_bytes < info.weight_bytes / 4
+    assert info.weight_bytes == sum(x.nbytes for x in jax.tree.leaves(model.weights()))
+    step = own_step(model.config, CacheConfig("full").outline(model.config, 64), 64)
+    with_dtype = load_model(checkpoint, dtype="bfloat16", weights="nested")
+    assert model_bytes(with_dtype.config) == sum(x.nbytes for x in jax.tree.leaves(with_dtype.weights()))
+    assert step_weight_bytes(step) == weight_bytes(with_dtype)
+
+
+def test_conversions_keep_both_planes(checkpoint, tmp_path, caplog):
+    report = convert(checkpoint, tmp_path / "out", weights="nested", progress=False)
+    assert (report.nested, report.packed) == (14, 0)
+    verified = verify(checkpoint, tmp_path / "out", progress=False)
+    assert not verified.wrong and verified.nested == 14 and 0 < verified.nested_error <= 1 and not verified.logits
+    direct, stored = load_model(checkpoint, weights="nested"), load_model(tmp_path / "out")
+    for a, b in zip(jax.tree.leaves(direct.weights()), jax.tree.leaves(stored.weights()), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    assert load_plan(tmp_path / "out").config == stored.config and stored.config.nested_weights
+    as_stored = load_model(tmp_path / "out", weights="nested")
+    assert nested_of(as_stored).keys() == nested_of(stored).keys()
+    plain = load_model(tmp_path / "out", weights="dequantized")
+    assert not nested_of(plain) and not plain.config.nested_weights
+    path = "layers.0.q_proj.weight"
+    np.testing.assert_array_equal(
+        np.asarray(plain.weights()[path]), np.asarray(dequantize(stored.weights()[path], dtype=jnp.float32).astype(plain.dtype))
+    )
+    convert(checkpoint, tmp_path / "plain", progress=False)
+    made = load_model(tmp_path / "plain", weights="nested")
+    np.testing.assert_array_equal(np.asarray(made.weights()[path].lower), np.asarray(direct.weights()[path].lower))
+
+
+def test_what_does_not_go_with_them_is_refused(checkpoint, tmp_path):
+    with pytest.raises(InputError, match="weights nested: a draft reads their upper 4 bits; convert without one"):
+        convert(checkpoint, tmp_path / "out", weights="nested", draft_bits=4)
+    assert not (tmp_path / "out").exists()
+    convert(checkpoint, tmp_path / "out", weights="nested", progress=False)
+    with pytest.raises(InputError, match="its weights are stored nested; convert the checkpoint again with packed weights"):
+        load_model(tmp_path / "out", weights="packed")
+    with pytest.raises(InputError, match="convert with dequantized weights and export that"):
+        export(tmp_path / "out", tmp_path / "hf", progress=False)
+    with pytest.raises(InputError, match="weights 'nest' should be one of packed, dequantized, nested"):
+        load_model(checkpoint, weights="nest")
+
+
+def test_a_wrong_code_is_found(checkpoint, tmp_path, monkeypatch):
+    import convert.to_orbax as to_orbax
+
+    def with_another(weight, quantize=quantize_weight):
+        made = jax.tree.map(np.array, quantize(jnp.asarray(weight)))
+        if isinstance(made, NestedWeight):
+            made.lower[0, 0, 0] ^= 0x8
+        return made
+
+    monkeypatch.setattr(to_orbax, "quantize_by_rows", with_another)
+    convert(checkpoint, tmp_path / "out", weights="nested", progress=False)
+    found = verify(checkpoint, tmp_path / "out", progress=False)
+    assert len(found.wrong) == 14 and all("times as much as it may" in each for each in found.wrong)
+
+
+@pytest.mark.system
+def test_with_simulated_devices(request):
+    simulated_devices.run_those_of(request, 2)
+
+
+@pytest.mark.several_devices
+def test_devices_have_parts_of_both_planes(request, tmp_path):
+    """Each group is on one device, and the values are those on one."""
+    shape = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+    source = write_checkpoint(tmp_path / "hf", hf_config(**shape))
+    mesh = model_mesh(list(simulated_devices.devices(request, 2)))
+    whole, divided = (load_model(source, dtype="float32", weights="nested", mesh=each) for each in (None, mesh))
+    convert(source, tmp_path / "out", weights="nested", dtype="float32", progress=False)
+    stored = load_model(tmp_path / "out", mesh=mesh)
+    for path, weight in nested_of(divided).items():
+        inner = path.rsplit(".", 2)[1] in ("o_proj", "down_proj")
+        assert weight.lower.sharding.shard_shape(weight.lower.shape)[int(inner)] * 2 == weight.lower.shape[int(inner)]
+        if weight.upper.codes.shape == whole.weights()[path].upper.codes.shape:
+            np.testing.assert_array_equal(np.asarray(weight.lower), np.asarray(whole.weights()[path].lower))
+        np.testing.assert_array_equal(np.asarray(stored.weights()[path].lower), np.asarray(whole.weights()[path].lower))
+    prompt = random_prompts([40])
+    config = GenerationConfig(draft="quantspec", cache="int8", ignore_eos=True, max_new_tokens=12)
+    assert len(generate(divided, prompt, config=config).token_ids[0]) == 12
