@@ -8,14 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from problems.matmul import activations, int8_weight, random_weight, relative_error, separate, with_zero_points
+from problems.matmul import activations, int8_weight, nested_weight, random_weight, relative_error, separate, with_zero_points
 from simulated_gpu import launch
 from simulated_ptx import at_once, simulate
 
 import pallas_kernels.matmul.mosaic_gpu as matmul
 import pallas_kernels.matmul.mosaic_int8 as int8_matmul
 import pallas_kernels.matmul.mosaic_wide as wide_matmul
-from pallas_kernels.formats.weights import Int4Weight, Int8Weight, dequantize_weight
+from pallas_kernels.formats.quantization import pack
+from pallas_kernels.formats.weights import Int4Weight, Int8Weight, NestedWeight, dequantize_weight
 from pallas_kernels.gpu import fragments, ptx
 from pallas_kernels.matmul.mosaic_plan import Plan, Stage
 from pallas_kernels.matmul.mosaic_wide_plan import PARAMETER_GROUPS, PARAMETER_SLOTS
@@ -146,6 +147,25 @@ def test_int4_matmul_of_many_rows(rows, inputs, outputs, blocks, config, outlier
         assert relative_error(part, x, weight) <= 5e-3
 
 
+@pytest.mark.parametrize("group_size", [128, 64, 32])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "blocks", "config", "outliers"),
+    [
+        (1, 1280, (48, 16, 32), 2, WideConfig(1, 1), False),
+        (24, 768, (80,), 1, WideConfig(2, 3), True),
+        (64, 1280, (64, 64), 1, WideConfig(1, 2), False),
+    ],
+)
+def test_nested_matmul(rows, inputs, outputs, blocks, config, outliers, group_size):
+    weights = [nested_weight(out, inputs, i, group_size) for i, out in enumerate(outputs)]
+    x = activations(rows, inputs, outliers)
+    plan = WidePlan(rows, inputs // 128, outputs, blocks, config, parameters_of(weights[0].upper), planes=2)
+    y = at_once(wide_matmul.run)(plan, x, weights)
+    assert y.shape == (rows, sum(outputs)) and y.dtype == jnp.bfloat16
+    for part, weight in zip(separate(y, weights), weights):
+        assert relative_error(part, x, weight) <= 5e-3
+
+
 def test_one_of_many_rows_depends_on_no_other():
     x, weight = activations(17, 512, True), random_weight(64, 512, 0)
     multiply = lambda x: np.asarray(at_once(wide_matmul.run)(WidePlan(len(x), 4, (64,), 1, WideConfig(1, 1)), x, [weight]))
@@ -163,6 +183,19 @@ def test_nibbles_as_bfloat16_are_rounded_once():
     scale, zero = (jnp.asarray(r.standard_normal((16, 2)) * 10.0 ** r.integers(-12, 7, (16, 2)), jnp.bfloat16) for _ in range(2))
     weight = Int4Weight(jnp.asarray(r.integers(0, 256, (16, 2, 64), np.uint8)), scale.at[0, 0].set(0), zero)
     plan = WidePlan(64, 2, (16,), 1, WideConfig(1, 1))
+    y = jnp.concatenate([at_once(wide_matmul.run)(plan, x, [weight]) for x in jnp.split(jnp.eye(256, dtype=jnp.bfloat16), 4)])
+    exact = dequantize_weight(weight, jnp.float32)
+    np.testing.assert_array_equal(np.asarray(y), np.asarray(exact.T.astype(jnp.bfloat16)))
+
+
+def test_nested_codes_as_bfloat16_are_rounded_once():
+    """All of the 256 codes are among them."""
+    r = np.random.default_rng(0)
+    scale, zero = (jnp.asarray(r.standard_normal((16, 2)) * 10.0 ** r.integers(-12, 7, (16, 2)), jnp.bfloat16) for _ in range(2))
+    codes = r.permutation(np.arange(16 * 2 * 128) % 256).reshape(16, 2, 128).astype(np.uint8)
+    upper = Int4Weight(pack(jnp.asarray(codes >> 4)), scale.at[0, 0].set(0), zero)
+    weight = NestedWeight(upper, pack(jnp.asarray(codes & 15)))
+    plan = WidePlan(64, 2, (16,), 1, WideConfig(1, 1), planes=2)
     y = jnp.concatenate([at_once(wide_matmul.run)(plan, x, [weight]) for x in jnp.split(jnp.eye(256, dtype=jnp.bfloat16), 4)])
     exact = dequantize_weight(weight, jnp.float32)
     np.testing.assert_array_equal(np.asarray(y), np.asarray(exact.T.astype(jnp.bfloat16)))

@@ -64,8 +64,8 @@ class Int8Weight:
 class NestedWeight:
     """A weight [out, in] in 8 bits, whose upper 4 are an INT4 weight of their own.
 
-    Codes u of the upper and l of the lower plane mean (u + (l - 7.5) / 16) * scale + zero: the lower plane divides the step around an upper
-    code into 16, so that u alone is the middle of it.
+    Codes u of the upper and l of the lower plane mean (16 u + l - 8) * scale / 16 + zero: the lower plane divides the step around an upper
+    code into 16, so that u alone is the middle of it, or almost. 16 u + l - 8 is a number of bfloat16.
 
     Attributes:
         upper: codes with scales and zeros of a floating dtype.
@@ -89,7 +89,7 @@ class NestedWeight:
 
 
 LOWER_STEPS = 16  # of a step of the upper plane
-LOWER_MIDDLE = (LOWER_STEPS - 1) / 2
+LOWER_MIDDLE = LOWER_STEPS // 2
 
 Weight: TypeAlias = Array | Int4Weight | NestedWeight | Int8Weight
 """A linear layer's weight [out, in] in any format: a plain array is full precision."""

@@ -105,8 +105,12 @@ def _multiply(x: Array, weights: Sequence[Weight], dtype) -> Array:
 
 def _nested_matmul(x: Array, weights: Sequence[NestedWeight]) -> Array:
     """x @ weight.T for each weight, with both planes, one after the other in the last axis, in x's dtype."""
-    few = _rows(x) <= INT4_ROWS
-    return choose("matmul", "auto", x, weights, weight_format="nested", rows=_rows(x), slow_reference=few).nested_matmul(x, weights)
+
+    def multiplied(x: Array) -> Array:
+        few = _rows(x) <= INT4_ROWS
+        return choose("matmul", "auto", x, weights, weight_format="nested", rows=_rows(x), slow_reference=few).nested_matmul(x, weights)
+
+    return _by_rows(multiplied, x, "nested")
 
 
 def _by_rows(product: Callable[[Array], Array], x: Array, weight_format: str) -> Array:

@@ -1,4 +1,4 @@
-"""INT4 matmul on NVIDIA Hopper in Pallas Mosaic GPU, for up to 64 rows, as of a batch.
+"""Matmul with INT4 or nested weights on NVIDIA Hopper in Pallas Mosaic GPU, for up to 64 rows, as of a batch.
 
 Codes become weights in bfloat16 on their way to the tensor cores.
 A block owns tiles of 64 outputs a warpgroup, which multiplies them by all rows at once. Weights are read once; activations, which have no
@@ -12,37 +12,52 @@ import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
-from pallas_kernels.formats.weights import Int4Weight
+from pallas_kernels.formats.weights import Int4Weight, NestedWeight
 from pallas_kernels.gpu.launch import launch, lowered_once
 from pallas_kernels.matmul import support
 from pallas_kernels.matmul.mosaic_wide_plan import MAX_ROWS, STEP_GROUPS, Config, Plan
 from pallas_kernels.matmul.support import GROUP_SIZE
 
 
-def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:
-    if reason := no_mosaic_gpu() or support.unsupported_by_mosaic(x, weights, MAX_ROWS):
+def unsupported(x: Array, weights: Sequence[Int4Weight | NestedWeight]) -> str | None:
+    uppers = [_upper(weight) for weight in weights]
+    if reason := no_mosaic_gpu() or support.unsupported_by_mosaic(x, uppers, MAX_ROWS):
         return reason
+    if isinstance(weights[0], NestedWeight) and (kind := support.parameters_of(uppers[0]))[:2] != ("bfloat16", "bfloat16"):
+        return f"needs scales and zeros of nested weights in bfloat16, not {kind.scale} and {kind.zero}"
     if (groups := x.shape[-1] // GROUP_SIZE) % STEP_GROUPS:
         return f"supports inputs in an even number of groups of {GROUP_SIZE}, not {groups}"
     return None
 
 
-def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight], *, config: Config | None = None) -> Float[Array, "*rows out"]:
-    """See `pallas_kernels.matmul.int4_matmul`. config: how the work is divided, by default as `Plan.fitting` has it."""
+def int4_matmul(
+    x: Float[Array, "*rows in"], weights: Sequence[Int4Weight | NestedWeight], *, config: Config | None = None
+) -> Float[Array, "*rows out"]:
+    """See `pallas_kernels.matmul.int4_matmul`; of nested weights both planes. config: how the work is divided, by default as `Plan.fitting`
+    has it."""
     rows = x.reshape(-1, x.shape[-1])
     shape = rows.shape[0], x.shape[-1] // GROUP_SIZE, tuple(weight.shape[0] for weight in weights), multiprocessors()
-    parameters = support.parameters_of(weights[0])
-    plan = Plan.fitting(*shape, parameters) if config is None else Plan(*shape, config, parameters)
+    kind = support.parameters_of(_upper(weights[0])), 2 if isinstance(weights[0], NestedWeight) else 1
+    plan = Plan.fitting(*shape, *kind) if config is None else Plan(*shape, config, *kind)
     return run(plan, rows, tuple(weights)).reshape(*x.shape[:-1], -1)
 
 
+nested_matmul = int4_matmul
+
+
+def _upper(weight: Int4Weight | NestedWeight) -> Int4Weight:
+    return weight.upper if isinstance(weight, NestedWeight) else weight
+
+
 @lowered_once
-def run(plan: Plan, x: Float[Array, "M in"], weights: Sequence[Int4Weight]) -> Float[Array, "M out"]:
+def run(plan: Plan, x: Float[Array, "M in"], weights: Sequence[Int4Weight | NestedWeight]) -> Float[Array, "M out"]:
     """The weights' outputs one after the other."""
     from pallas_kernels.matmul import mosaic_wide_block
 
     emit = functools.partial(mosaic_wide_block.emit_block, plan)
-    inputs = {"x": x} | support.weight_inputs(weights)
+    inputs = {"x": x} | support.weight_inputs([_upper(weight) for weight in weights])
+    if plan.planes == 2:
+        inputs |= {f"lower0_{i}": weight.lower for i, weight in enumerate(weights)}
     outputs = {"y": jax.ShapeDtypeStruct((plan.rows, plan.width), x.dtype)}
     cluster = plan.config.cluster
-    return launch("int4_matmul_wide", emit, inputs, outputs, plan.blocks, plan.warps // 4, plan.layout.total, cluster=cluster)["y"]
+    return launch("int4_matmul_wide" if plan.planes == 1 else "nested_matmul", emit, inputs, outputs, plan.blocks, plan.warps // 4, plan.layout.total, cluster=cluster)["y"]

@@ -1,11 +1,11 @@
-"""The program of a block of the Mosaic GPU INT4 matmul of many rows.
+"""The program of a block of the Mosaic GPU matmul with INT4 weights of many rows, or nested ones.
 
 A ring holds steps of some groups of inputs: two warps copy the tile's codes as they are, two the activations of all rows in the order in
 which the tensor cores take them. A math warp makes weights of its 16 outputs' codes, in bfloat16, in the registers from which the
 tensor cores multiply them by the activations in shared memory; what it unpacks next is unpacked meanwhile. Scales and zeros come through a
 ring of their own, those of several steps at once. The blocks of a cluster leave their sums in shared memory, where the others read them.
 
-A slot holds codes [output][16 bytes], of which those of row r change places by r % 8, so that a column of them lies in different banks, and
+A slot holds codes [plane][output][16 bytes], of which those of row r change places by r % 8, so that a column of them lies in different banks, and
 activations as `fragments.start_products` reads them. docs/kernels/matmul.md has more ("INT4 matmul of many rows").
 """
 
@@ -26,6 +26,7 @@ from pallas_kernels.matmul.mosaic_wide_plan import (
 )
 from pallas_kernels.matmul.tiles import ClusterShare, add_clusters, row_of, sums_of_cluster
 
+PLANES = "codes", "lower"  # arrays of codes
 CODE_LANES = 32 * CODE_WARPS
 PIECE_BYTES = 16  # that a lane copies at once
 COLUMN_BYTES = 64  # of 32 inputs of a row of activations, which a warp copies at once
@@ -82,7 +83,7 @@ def produce_codes(plan: Plan, at: dict, share: ClusterShare, ring: Ring, paramet
     """Fills slots with codes, and those of scales and zeros, for all steps of all tiles. thread: 0 to CODE_LANES - 1."""
 
     def one_tile(tile, carry):
-        codes, scales, zeros = (sources(plan, at, share, name, tile, thread) for name in ("codes", "scale", "zero"))
+        scales, zeros, *planes = (sources(plan, at, share, name, tile, thread) for name in ("scale", "zero", *PLANES[: plan.planes]))
 
         def some(first, last, carry):
             slot, parity, *carry = carry
@@ -96,7 +97,8 @@ def produce_codes(plan: Plan, at: dict, share: ClusterShare, ring: Ring, paramet
         def step(number, carry):
             slot, parity = carry
             ptx.wait_for_arrivals(ring.emptied_barrier(slot), parity)
-            copy_codes(plan, codes, number, ring.slot(slot), thread)
+            for i, codes in enumerate(planes):
+                copy_codes(plan, codes, number, ring.slot(slot) + i * plan.plane_bytes, thread)
             ptx.arrive_after_copies(ring.filled_barrier(slot))
             return ring.following(slot, parity)
 
@@ -108,7 +110,7 @@ def produce_codes(plan: Plan, at: dict, share: ClusterShare, ring: Ring, paramet
 
 def sources(plan: Plan, at: dict, share: ClusterShare, name: str, tile, thread) -> list:
     """Where the first output of each run of a tile has its numbers of an array, those from the block's first step on."""
-    group_bytes = CODE_BYTES if name == "codes" else 2 * plan.parameters.subgroups
+    group_bytes = CODE_BYTES if name in PLANES else 2 * plan.parameters.subgroups
     within = ptx.i64(share.first) * (STEP_GROUPS * group_bytes)
     arrays, found = [at[f"{name}0_{i}"] for i in range(len(plan.outputs))], []
     for first in range(0, plan.tile, plan.run):
@@ -268,10 +270,12 @@ def add_step(plan: Plan, acc: list, slot, codes_at, moved, scales_at) -> list:
         rows = [[Unpacked(plan, *(in_both_halves(x, number % 2) for x in pair)) for pair in words[number // 2]] for number in numbers]
         for first in (0, 2):  # of four columns of 16 bytes
             column = (group * columns + first) * PIECE_BYTES
-            codes = fragments.load_matrices(slot + codes_at + (moved ^ column), transposed=False)
+            at_planes = [slot + i * plan.plane_bytes + codes_at for i in range(plan.planes)]
+            # Words of each plane.
+            codes = [*zip(*(fragments.load_matrices(at_plane + (moved ^ column), transposed=False) for at_plane in at_planes))]
             # [row][half of the subgroup], each of the column and of the next.
             which = [(first + i) * subgroups // columns for i in (0, 1)]
-            weights = [[rows[which[i]][j].weights(codes[2 * i + j]) for j in (0, 1)] for i in (0, 1)]
+            weights = [[rows[which[i]][j].weights(*codes[2 * i + j]) for j in (0, 1)] for i in (0, 1)]
             a = [[pairs[half][k] for k in (0, 1) for pairs in both] for both in weights for half in (0, 1)]
             steps = [group * (GROUP_SIZE // 16) + place_of_column(first + i, half, columns // subgroups) for i in (0, 1) for half in (0, 1)]
             x = slot + plan.code_bytes
@@ -294,8 +298,8 @@ def place_of_column(column: int, half: int, each: int) -> int:
 class Unpacked:
     """Weights of a row of a group, divided by NIBBLES_DIVISOR and rounded once to bfloat16.
 
-    With minima a product and a sum in bfloat16 make them. With zero points these make code - zero point, exactly, and float32 the product
-    with the scale.
+    With minima a product and a sum in bfloat16 make them, also of both planes. With zero points these make code - zero point, exactly, and
+    float32 the product with the scale.
     """
 
     def __init__(self, plan: Plan, scale, zero):
@@ -303,15 +307,17 @@ class Unpacked:
         kind, zeros, _ = plan.parameters
         self.scale = None
         if zeros == "bfloat16":
-            self.factors = numerics.nibble_factors(scale, zero)
+            self.factors = (numerics.nibble_factors if plan.planes == 1 else numerics.nested_factors)(scale, zero)
             return
         entries = numerics.f16_entries if kind == "float16" else numerics.bf16_entries
         self.scale = entries(scale)[1]
         zero_point = numerics.to_float(zero & 0xFFFF0000) * -(2.0**-16)
         self.factors = numerics.nibble_factors(ptx.i32(ONES), numerics.pair(zero_point, zero_point, "bf16"))
 
-    def weights(self, codes) -> tuple:
-        """See `numerics.nibbles_to_bf16`."""
+    def weights(self, codes, lower=None) -> tuple:
+        """See `numerics.nibbles_to_bf16`, and with a lower plane `numerics.nested_to_bf16`."""
+        if lower is not None:
+            return numerics.nested_to_bf16(codes, lower, self.factors)
         found = numerics.nibbles_to_bf16(codes, self.factors)
         return found if self.scale is None else tuple(tuple(self._scaled(pair) for pair in half) for half in found)
 

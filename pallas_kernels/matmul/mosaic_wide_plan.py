@@ -1,4 +1,4 @@
-"""How the Mosaic GPU INT4 matmul of many rows divides its work, and where everything lies in shared memory."""
+"""How the Mosaic GPU matmul with INT4 weights of many rows, or nested ones, divides its work, and where everything lies in shared memory."""
 
 import dataclasses
 import math
@@ -49,6 +49,7 @@ class Plan:
         multiprocessors: of the device.
         config: how the work is divided.
         parameters: of the weights.
+        planes: of their codes: 2 where they are nested.
     """
 
     rows: int
@@ -57,17 +58,25 @@ class Plan:
     multiprocessors: int
     config: Config
     parameters: Parameters = DEFAULT_PARAMETERS
+    planes: int = 1
 
     @classmethod
     def fitting(
-        cls, rows: int, groups: int, outputs: tuple[int, ...], multiprocessors: int, parameters: Parameters = DEFAULT_PARAMETERS
+        cls,
+        rows: int,
+        groups: int,
+        outputs: tuple[int, ...],
+        multiprocessors: int,
+        parameters: Parameters = DEFAULT_PARAMETERS,
+        planes: int = 1,
     ) -> "Plan":
         """The plan whose busiest multiprocessor copies the least.
 
         It has the same configuration for any number of rows, and with it each row the same sums in the same order.
         """
         sizes = range(1, MAX_CLUSTER + 1)
-        plans = [cls(MAX_ROWS, groups, outputs, multiprocessors, Config(n, size), parameters) for n in (4, 3, 2, 1) for size in sizes]
+        shapes = [Config(n, size) for n in (4, 3, 2, 1) for size in sizes]
+        plans = [cls(MAX_ROWS, groups, outputs, multiprocessors, config, parameters, planes) for config in shapes]
         plans = [plan for plan in plans if plan.fits]
         return dataclasses.replace(min(plans, key=lambda plan: plan.cost), rows=rows)
 
@@ -141,9 +150,14 @@ class Plan:
         return CODE_BYTES * STEP_GROUPS
 
     @property
+    def plane_bytes(self) -> int:
+        """Bytes of a plane of the codes of a step."""
+        return self.tile * self.code_pitch
+
+    @property
     def code_bytes(self) -> int:
         """Bytes of the codes of a step."""
-        return self.tile * self.code_pitch
+        return self.planes * self.plane_bytes
 
     @property
     def x_tile_bytes(self) -> int:

@@ -67,16 +67,14 @@ def quantize_weight(
 def quantize_nested(weight: Float[Array, "out in"], *, group_size: int | None = None) -> NestedWeight:
     """The weight in 8 bits with a scale and a zero per group of inputs, `weight_group_size` unless given, whose upper 4 are an INT4 weight.
 
-    Of the scales and zeros of which no weight of the group is clipped it takes those with which the upper codes alone err least; the lower
-    ones then divide each step into 16.
+    Of the scales and zeros with which no weight of the group is clipped it takes those with which the upper codes alone err least.
     """
     size, dtype = group_size or weight_group_size(weight.shape[1]), parameter_dtype(weight.dtype)
     wide, padding = _padded(weight, size)
     groups = wide.reshape(len(wide), -1, size)
     scale, zero = _fit_range(groups, dtype)
-    upper = _round(groups, scale, zero)
-    lower = jnp.clip(jnp.rint(((groups - zero) / scale - upper) * LOWER_STEPS + LOWER_MIDDLE), 0, LOWER_STEPS - 1)
-    upper, lower = (pack(codes.astype(jnp.uint8)) for codes in (upper, lower))
+    codes = _round_nested(groups, scale, zero).astype(jnp.uint8)
+    upper, lower = pack(codes // LOWER_STEPS), pack(codes % LOWER_STEPS)
     return NestedWeight(Int4Weight(upper, scale[..., 0].astype(dtype), zero[..., 0].astype(dtype), padding), lower)
 
 
@@ -87,6 +85,11 @@ def _padded(weight: Float[Array, "out in"], size: int) -> tuple[Float[Array, "ou
     return jnp.pad(weight.astype(accumulation_dtype(weight.dtype)), ((0, 0), (0, padding)), mode="edge"), padding
 
 
+def _round_nested(groups: Array, scale: Array, zero: Array) -> Array:
+    """Codes of both planes, 16 u + l."""
+    return jnp.clip(jnp.rint((groups - zero) / scale * LOWER_STEPS + LOWER_MIDDLE), 0, 16 * LOWER_STEPS - 1)
+
+
 def _fit_range(groups: Float[Array, "out C G"], dtype) -> tuple[Array, Array]:
     """The scale and zero [out, C, 1], values of `dtype`, whose 16 steps cover each group, with the least squared error of upper codes."""
     low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
@@ -95,9 +98,11 @@ def _fit_range(groups: Float[Array, "out C G"], dtype) -> tuple[Array, Array]:
     def attempt(i, best):
         scale = round_up(least * jnp.asarray(NESTED_SCALES, groups.dtype)[i // len(NESTED_PLACES)], dtype)
         spare = jnp.maximum(16 * scale - (high - low), 0)
-        zero = round_down(low + scale / 2 - jnp.asarray(NESTED_PLACES, groups.dtype)[i % len(NESTED_PLACES)] * spare, dtype)
+        first = low + scale * ((LOWER_MIDDLE + 0.5) / LOWER_STEPS)
+        zero = round_down(first - jnp.asarray(NESTED_PLACES, groups.dtype)[i % len(NESTED_PLACES)] * spare, dtype)
+        upper = jnp.floor(_round_nested(groups, scale, zero) / LOWER_STEPS)
         # In units of a step, whose square stays within float32 whatever the weights.
-        error = jnp.square((groups - zero) / scale - _round(groups, scale, zero)).mean(-1, keepdims=True) * jnp.square(scale / least)
+        error = jnp.square((groups - zero) / scale - upper).mean(-1, keepdims=True) * jnp.square(scale / least)
         return jax.tree.map(lambda old, new: jnp.where(error < best[0], new, old), best, (error, scale, zero))
 
     nothing = (jnp.full_like(least, jnp.inf), jnp.ones_like(least), jnp.zeros_like(least))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.formats.weights import Int4Weight, Int8Weight, Weight, dequantize_weight
+from pallas_kernels.formats.weights import Int4Weight, Int8Weight, NestedWeight, Weight, dequantize_weight
 
 
 def random_weight(out: int, inputs: int, seed: int, group_size: int = 128) -> Int4Weight:
@@ -25,6 +25,12 @@ def with_zero_points(weight: Int4Weight, scale_dtype) -> Int4Weight:
     # Not all of them numbers of bfloat16.
     scale = np.asarray(weight.scale, np.float32) * r.uniform(0.9, 1.1, weight.scale.shape)
     return dataclasses.replace(weight, scale=jnp.asarray(scale, scale_dtype), zero=jnp.asarray(zeros, jnp.int16))
+
+
+def nested_weight(out: int, inputs: int, seed: int, group_size: int = 128) -> NestedWeight:
+    upper = random_weight(out, inputs, seed, group_size)
+    r = np.random.default_rng([seed, inputs, out])
+    return NestedWeight(upper, jnp.asarray(r.integers(0, 256, upper.codes.shape, np.uint8)))
 
 
 def plain_weight(out: int, inputs: int, seed: int) -> jax.Array:
@@ -51,7 +57,7 @@ def separate(y: jax.Array, weights: Sequence[Weight]) -> list[np.ndarray]:
 @jax.jit  # or each operation would be compiled by itself
 def relative_error(y: jax.Array, x: jax.Array, weight: Weight) -> jax.Array:
     """The norm of the difference between y and the product in float32, with the weight as it is read, by the norm of that product."""
-    if isinstance(weight, Int4Weight):
+    if isinstance(weight, Int4Weight | NestedWeight):
         full = dequantize_weight(weight, jnp.float32)
     elif isinstance(weight, Int8Weight):
         full = weight.codes.astype(jnp.float32) * weight.scale[:, None]
