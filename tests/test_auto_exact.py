@@ -15,7 +15,7 @@ from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.prepare import prepare
 from qspec_jax.decoding.reading import prefill
 from qspec_jax.decoding.sampling import Greedy
-from qspec_jax.errors import InputError
+from qspec_jax.errors import InputError, warn_once
 from qspec_jax.models.uniform import UniformModel
 
 PROMPTS = random_prompts([40, 30])
@@ -30,6 +30,7 @@ def model():
 @pytest.fixture
 def as_gpu(monkeypatch):
     """The choice is made as on a GPU that has the kernels; the bits are those of a CPU."""
+    warn_once.cache_clear()
     monkeypatch.setattr(auto_exact, "dispatch", SimpleNamespace(platform=lambda: "gpu"))
 
 
@@ -50,8 +51,8 @@ def test_a_single_prompt_has_bits(model, as_gpu, caplog):
 @pytest.mark.parametrize(
     ("changes", "prompts", "why"),
     [
-        ({}, 2, "single prompts"),
-        (dict(num_return_sequences=2), 1, "single prompts"),
+        ({}, 2, "bits for single prompts alone"),
+        (dict(num_return_sequences=2), 1, "bits for single prompts alone"),
         (dict(temperature=0.7), 1, "greedy decoding, and temperature is 0.7"),
         (dict(draft="none", cache="kivi"), 1, "cache is kivi"),
         (dict(num_speculative_tokens=16), 1, "at most 15 drafts"),
@@ -61,7 +62,7 @@ def test_what_else_there_is_has_tokens_and_says_why(model, as_gpu, caplog, chang
     with caplog.at_level(logging.INFO):
         run = run_of(model, PROMPTS[:prompts], **changes)
     assert run.prepared.exact == "tokens" and not isinstance(run.engine.target, UniformModel)
-    assert "exact auto: tokens; " in caplog.text and why in caplog.text
+    assert "exact auto: tokens, since " in caplog.text and "give exact tokens" not in caplog.text and why in caplog.text
 
 
 def test_a_model_without_kernels_of_fixed_order_has_tokens(model, as_gpu, monkeypatch, caplog):

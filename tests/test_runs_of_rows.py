@@ -73,6 +73,9 @@ def test_runs_divide_a_full_precision_cache(rows):
         longest = -(-tokens // PASS_SPAN) * PASS_SPAN
         longer = mosaic_runs.Runs(dataclasses.replace(of_plan, tokens=longest - tokens + 1), 0, longest, 0)
         np.testing.assert_array_equal(np.minimum(edges(longer)[1], runs.chunks), first)
+    # Too large a length writes no partial result outside of the row's own.
+    beyond = mosaic_runs.Runs(of_plan, 0, 10 * rows + 5000, 0)
+    assert beyond.number <= of_plan.max_runs and edges(beyond)[1][-1] == beyond.chunks
 
 
 def store(runs: mosaic_runs.Runs, stored: dict, partials: dict, run: int, state: list, worker: int) -> None:

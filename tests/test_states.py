@@ -41,8 +41,18 @@ ROOM = 180  # programs are compiled for it: prompts of up to 64 tokens with this
 pytestmark = pytest.mark.usefixtures("float64")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def short_spans():
+    """Over a full cache passes end at multiples of this number of tokens, which all texts here go beyond."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qspec_jax.caches.full.PASS_SPAN", 24)
+        Compiled.forget()
+        yield
+    Compiled.forget()
+
+
 @pytest.fixture(scope="module")
-def model():
+def model(short_spans):
     """One layer compiles in half the time; states of two and more are in test_states_files.py and test_states_drafts.py. Its pool is so
     large that it seldom grows: programs are compiled for its size, too."""
     network = random_model("float64", num_hidden_layers=1)

@@ -98,7 +98,7 @@ def check_limits(trace, config):
         for each in row.rounds:
             assert each.limits.gamma == gamma and (each.limits.adaptive is None) != config.adaptive
             n = row.prompt_tokens + each.first - 1
-            assert each.limits.until_flush == 15 - (n - max(0, n // 8 - 1) * 8)
+            assert each.limits.room == 15 - (n - max(0, n // 8 - 1) * 8)
             assert each.limits.wanted == 30 - each.first - 1
 
 

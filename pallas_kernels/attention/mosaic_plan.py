@@ -31,7 +31,7 @@ REGISTERS, THREAD_REGISTERS = 65536, 255
 RUNS, FULL_RUNS, MIN_UNITS, SPAN = 3, 4, 2, 4
 FULL_SLICES = 2  # of a full-precision cache (`Plan.slices`), so chunks of 32 tokens: faster on an H200 than 64 (docs/exact.md)
 SPANS_EACH = 2  # for each team that is resident at once, where teams have whole spans: with fewer some would have twice as much to do
-SPILLED = 16  # registers of a thread that may be in memory at times, where more than three warpgroups share a multiprocessor
+SPILLED = 16  # registers of a thread that may be in memory at times, where others compute meanwhile, and once a run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,17 +178,13 @@ class Plan:
         configs = [self._resident(*shape).config for shape in itertools.product((1, 2, 3), (1, 2, 3, 4), (1, 2, 4))]
         plans = []
         for config in configs:
-            warpgroups, blocks, team = config.warpgroups, config.blocks, config.team
             try:
                 plan = self.configured(config).with_room()
             except ValueError:
                 continue
-            tiles = (self.head_dim + (self.group_size if self.planes else self.chunk)) // 16
-            needed = 80 + 4 * self.block_tiles * tiles // team
-            there = min(THREAD_REGISTERS, REGISTERS // (32 * WARPS * warpgroups * blocks))
-            crowded = warpgroups * blocks > 3
+            crowded = config.warpgroups * config.blocks > 3
             slots = MIN_SLOTS if crowded else 3
-            if plan.slots >= slots and needed <= there + (SPILLED if crowded else 0):
+            if plan.slots >= slots and plan.registers_needed <= plan.registers + (SPILLED if crowded else 0):
                 plans += [each for each in (plan, plan.balanced()) if each.splits <= self.max_splits]
         return list(dict.fromkeys([self.default().balanced(), *plans]))
 
@@ -280,9 +276,22 @@ class Plan:
 
     @property
     def whole_spans(self) -> bool:
-        """Whether teams have whole spans of fixed runs."""
+        """Whether teams have whole spans of fixed runs: where there are enough, and registers for what a run is folded into."""
         resident = multiprocessors() * self.config.blocks // self.heads * self.teams
-        return self.batch * math.ceil(self.max_runs / SPAN) >= SPANS_EACH * max(1, resident)
+        folded = self.block_tiles * self.head_dim // (4 * self.config.team)
+        enough = self.batch * math.ceil(self.max_runs / SPAN) >= SPANS_EACH * max(1, resident)
+        return enough and self.registers_needed + folded <= self.registers + SPILLED
+
+    @property
+    def registers_needed(self) -> int:
+        """Registers that a thread needs, about, without a partial result that runs are folded into."""
+        tiles = (self.head_dim + (self.group_size if self.planes else self.chunk)) // 16
+        return 80 + 4 * self.block_tiles * tiles // self.config.team
+
+    @property
+    def registers(self) -> int:
+        """Registers that a thread may have, for the blocks to be resident at once."""
+        return min(THREAD_REGISTERS, REGISTERS // (32 * WARPS * self.config.warpgroups * self.config.blocks))
 
     @property
     def slices(self) -> int:

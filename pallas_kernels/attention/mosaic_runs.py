@@ -50,7 +50,8 @@ class Runs:
     def _units(self):
         if self.plan.planes is not None:
             return self.groups + self.plan.buffer_chunks
-        held = self.buffered - self.plan.tokens
+        # Whatever the length, there are no more runs than have room.
+        held = ptx.minimum(self.buffered - self.plan.tokens, ptx.i32(self.plan.buffer_rows))
         return (held // PASS_SPAN + 1) * (PASS_SPAN // self.plan.chunk)
 
     def _first_unit(self, run):

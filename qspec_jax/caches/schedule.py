@@ -49,6 +49,10 @@ class Schedule:
             return self.span - 1 - lengths.total % self.span
         return jnp.full_like(lengths.buffered, jnp.iinfo(jnp.int32).max)
 
+    def room(self, n: int) -> int | float:
+        """How many tokens a pass may append to a row of n tokens: one more than `draft_room`."""
+        return self.until_flush(n) if self.span is None else self.span - n % self.span
+
     def until_flush(self, n: int) -> int | float:
         """How many tokens a row of n tokens may append until it is to be flushed."""
         return math.inf if self.flush_size is None else 2 * self.flush_size - (n - self.quantized_length(n))

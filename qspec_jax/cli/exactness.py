@@ -68,6 +68,8 @@ def exactness_command(
         if text == AUTO:
             raise InputError(f"--draft {AUTO} chooses a draft for generate and batch; name the drafts that should be compared")
         parse_draft(text)
+    if exact not in (TOKENS, BITS):
+        raise InputError(f"--exact {exact} should be {TOKENS} or {BITS}")
     if min(gammas) < 1:
         raise InputError(f"--gamma {min(gammas)} should be at least 1; decoding without drafts is compared anyway")
     if min(batches) < 1:

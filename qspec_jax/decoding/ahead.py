@@ -46,11 +46,10 @@ def compile_ahead(outline: Llama, prompts: Sequence[Sequence[int]], config: Gene
         prepared.draft.with_choice(lambda draft: open_settings.append(draft) or NO_LAYERS)
     if open_settings:
         return prepared.config
-    run = Run(prepared, None, 1)
 
     def compile_programs() -> None:
         try:
-            run.compile()
+            Run(prepared, None, 1).compile()  # which traces them
         except Exception as error:
             log.info("the programs could not be compiled before the weights were loaded: %s", error)
 

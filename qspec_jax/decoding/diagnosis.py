@@ -9,7 +9,8 @@ from pathlib import Path
 import jax
 
 from pallas_kernels import dispatch
-from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.auto_exact import resolve_exact
+from qspec_jax.decoding.config import BITS, GenerationConfig
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.prepare import prepare
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
@@ -85,7 +86,12 @@ def kernels(config: LlamaConfig, settings: GenerationConfig, prompt_tokens: int)
     prepared = prepare(model, [[0] * prompt_tokens], config=dataclasses.replace(settings, draft=draft or NONE))
     engine, (request,) = prepared.engine(), prepared.requests
     sampler, limits = make_sampler(request.config), make_limits(model, request.config)
+    keys = prompt_keys(jax.random.key(0), 1)
     with dispatch.watched() as found:
-        prefill = engine.prefill_of(prepared.prompts, sampler, prompt_keys(jax.random.key(0), 1), limits)
+        exact = resolve_exact(prepared, sampler, keys, limits).exact  # on a GPU it traces all that bits would run
+    if exact == BITS:
+        return found
+    with dispatch.watched() as found:
+        prefill = engine.prefill_of(prepared.prompts, sampler, keys, limits)
         engine.rounds_call(prefill.shapes(), sampler, limits, lazy=True).shapes()
     return found

@@ -13,6 +13,8 @@ from qspec_jax.models.llama import Llama
 from qspec_jax.models.sharding import mesh_of
 from qspec_jax.models.uniform import WIDTH
 
+GIVE_TOKENS = "; give exact tokens there"  # what sentences end with
+
 
 def check_requests(found: Sequence[Request], *, from_states: bool) -> None:
     """Raises InputError for requests that go on from what was read before. from_states: whether all of them do."""
@@ -32,7 +34,7 @@ def check_bits(model: Llama, config: GenerationConfig, draft: Draft | None, max_
 
     def check(ok: bool, what: str) -> None:
         if not ok:
-            raise InputError(f"exact {BITS} {what}; give exact tokens there")
+            raise InputError(f"exact {BITS} {what}{GIVE_TOKENS}")
 
     platform = dispatch.platform()
     check(platform in ("cpu", "gpu"), f"is for CPUs and GPUs, and this decodes on a {platform}")

@@ -136,5 +136,5 @@ BEGIN_AGAIN = Compiled(_begun_again, passes=True, static_argnames=("room",), don
 
 
 def tokens_of_pass(schedule: Schedule, n: int, end: int, width: int) -> int:
-    """How many tokens a row of n tokens reads in its next pass on the way to `end` tokens: up to where it is to be flushed."""
-    return min(end - n, schedule.until_flush(n), width)
+    """How many tokens a row of n tokens reads in its next pass on the way to `end` tokens, which is what `_passed` reads."""
+    return min(end - n, schedule.room(n), width)

@@ -12,7 +12,7 @@ from qspec_jax.partial_file import PartialFile
 
 # Raised with every change after which a run may have other results: no run goes on with the results of another program.
 RUN = "run"  # the key of the first line
-REVISION = b"2"
+REVISION = b"3"
 # What the results of a run depend on, and how a message calls what is not as it was.
 DEPENDS_ON = {
     "prompts": "other prompts",

@@ -17,7 +17,7 @@ from jaxtyping import Array, Key
 
 from qspec_jax.decoding import resolve
 from qspec_jax.decoding.chat import with_chats
-from qspec_jax.decoding.config import BITS, GenerationConfig
+from qspec_jax.decoding.config import BITS, TOKENS, GenerationConfig
 from qspec_jax.decoding.engine import Engine, max_drafts
 from qspec_jax.decoding.exact_bits import check_bits, check_requests
 from qspec_jax.decoding.keys import key_of
@@ -114,6 +114,7 @@ class Prepared:
         """
         draft = self.config.draft if self.config.draft == AUTO else repr(self.config.draft_settings)
         settings = vars(self.config) | {"draft": draft, "logit_bias": sorted(self.config.logit_bias.items())}
+        settings["exact"] = TOKENS if self.config.exact == AUTO else self.config.exact  # in a batch they are the same
         costs = [config.draft_cost for config in self.configs] if self.config.adaptive else None
         return json.dumps([settings, costs, self.choices], sort_keys=True)
 
@@ -287,8 +288,12 @@ def _requests_of(rows: Sequence[Sequence[int]], config: GenerationConfig, key: K
 
 
 def _check_shared(requests: Sequence[Request]) -> None:
+    def value(request: Request, name: str) -> Any:
+        found = getattr(request.config, name)
+        return TOKENS if name == "exact" and found == AUTO else found  # which it is where there are several
+
     for name in SHARED:
-        first, *others = (getattr(request.config, name) for request in requests)
+        first, *others = (value(request, name) for request in requests)
         # Drafts that are made hold arrays, which do not compare.
         if any(other is not first and (isinstance(first, Draft) or other != first) for other in others):
             raise InputError(f"all requests should have the same {name}")

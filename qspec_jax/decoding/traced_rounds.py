@@ -52,14 +52,14 @@ class RoundStart:
     """What is known of a round before its drafts.
 
     Attributes:
-        gamma, adaptive, until_flush, wanted: see `DraftLimits`.
+        gamma, adaptive, room, wanted: see `DraftLimits`.
         reads: for each layer whose groups a draft lists, the share of KV heads that read each group, 255 for all; None if it lists none.
         groups: the number of groups of each row.
     """
 
     gamma: Int[Array, "B"]
     adaptive: Int[Array, "B"] | None
-    until_flush: Int[Array, "B"]
+    room: Int[Array, "B"]
     wanted: Int[Array, "B"]
     reads: UInt8[Array, "B L C"] | None
     groups: Int[Array, "B"] | None
@@ -310,7 +310,7 @@ def _round_of(b: int, start: RoundStart, judged: Judged, old: Tally, new: Tally)
         for i in range(eligible)
     ]
     added = {name: int(getattr(new.counts, name)[b] - getattr(old.counts, name)[b]) for name in ("drafted", "accepted", "flushes")}
-    room = int(start.until_flush[b])
+    room = int(start.room[b])
     limits = DraftLimits(
         int(start.gamma[b]),
         None if start.adaptive is None else int(start.adaptive[b]),

@@ -140,8 +140,8 @@ const likely = (found) => make("td", { className: "likely" }, ...found.map(([tok
 
 // Why a round has fewer drafts than gamma; null if it has not.
 function limit(round) {
-  const { gamma, adaptive, until_flush, wanted } = round.limits;
-  const asked = Math.max(0, Math.min(...[gamma, adaptive, until_flush, wanted].filter((number) => number !== null)));
+  const { gamma, adaptive, room, wanted } = round.limits;
+  const asked = Math.max(0, Math.min(...[gamma, adaptive, room, wanted].filter((number) => number !== null)));
   const drafts = round.drafts.length;
   if (drafts >= gamma) return null;
   if (drafts < asked) {
@@ -149,7 +149,7 @@ function limit(round) {
     const why = confidence ? `its most likely token had a probability below ${confidence}, or it had no more to propose` : "it had no more to propose";
     return `The draft stopped at ${drafts} of ${asked}: ${why}.`;
   }
-  if (asked === until_flush) return `At most ${plural(asked, "draft")}: the cache is flushed after that, and no round drafts past a flush.`;
+  if (asked === room) return `At most ${plural(asked, "draft")}: no round goes past the next flush of the cache, or over a full cache past a multiple of 512 tokens.`;
   if (asked === Math.max(0, wanted)) return `At most ${plural(asked, "draft")}: only ${plural(wanted + 1, "more token")} ${wanted ? "are" : "is"} wanted.`;
   return `At most ${plural(asked, "draft")}: adaptive speculation chose that by the row's past acceptance.`;
 }

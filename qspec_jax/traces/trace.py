@@ -54,13 +54,14 @@ class DraftLimits:
     Attributes:
         gamma: the row's maximum.
         adaptive: what adaptive speculation chose; None without it.
-        until_flush: drafts after which the cache would be due for a flush; None for a cache that never flushes.
+        room: drafts that the cache has room for: after them it would be due for a flush, or over a full cache a span of tokens ends
+            (`Schedule.span`); None: any number.
         wanted: drafts after which the row would have all its tokens.
     """
 
     gamma: int
     adaptive: int | None
-    until_flush: int | None
+    room: int | None
     wanted: int
 
     @property
