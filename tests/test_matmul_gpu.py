@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpus import gpu, skip_or_fail
-from problems.matmul import activations, random_weight, relative_error, separate, with_zero_points
+from problems.matmul import activations, nested_weight, random_weight, relative_error, separate, with_zero_points
 
 from pallas_kernels import dispatch
 from pallas_kernels.formats.weights import Int4Weight
@@ -341,3 +341,28 @@ def test_weights_have_as_many_inputs_as_there_are_activations(monkeypatch, imple
     assert reason_here(monkeypatch, implementation, x, (narrow,)) is None
     for weights in ((narrow, wide), (wide,)):
         assert "256 inputs, the number of activations, not 512" in reason_here(monkeypatch, implementation, x, weights)
+
+
+@gpu
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"), with_rows([1, 8, 64, 16, 3], [shape for shape in SHAPES if shape[0] // 128 % 2 == 0])
+)
+def test_nested_equals_float32(rows, inputs, outputs):
+    for group_size, outliers in ((128, False), (128, True), (32, False)):
+        weights = tuple(nested_weight(out, inputs, i, group_size) for i, out in enumerate(outputs))
+        x = activations(rows, inputs, outliers)
+        skip_or_fail("mosaic_gpu", mosaic_wide.unsupported(x, weights))
+        y = many_rows(x, weights)
+        assert max(relative_error(part, x, weight) for part, weight in zip(separate(y, weights), weights)) <= 5e-3
+        first = np.asarray(y)
+        np.testing.assert_array_equal(np.asarray(many_rows(x[-1:], weights)), first[-1:])
+
+
+def test_what_the_nested_kernel_does_not_take(monkeypatch):
+    monkeypatch.setattr(mosaic_wide, "no_mosaic_gpu", lambda: None)
+    weight = nested_weight(32, 256, 0)
+    x = activations(2, 256, False)
+    assert mosaic_wide.unsupported(x, [weight]) is None
+    wide = jax.tree.map(lambda a: a.astype(jnp.float16) if a.dtype == jnp.bfloat16 else a, weight)
+    assert "in bfloat16" in mosaic_wide.unsupported(x, [wide])
+    assert "up to 64 rows, not 65" in mosaic_wide.unsupported(activations(65, 256, False), [weight])

@@ -74,17 +74,32 @@ def int4_matmul(
     Raises NotImplementedError where the implementation asked for does not support the device or the shapes.
     """
 
+    return _of_codes(x, weights, "int4", implementation)
+
+
+def nested_matmul(
+    x: Float[Array, "*rows in"], weights: Sequence[NestedWeight], *, implementation: Implementation = "auto"
+) -> Float[Array, "*rows out"]:
+    """`int4_matmul` with both planes of nested weights."""
+    return _of_codes(x, weights, "nested", implementation)
+
+
+def _of_codes(x: Array, weights: Sequence[Int4Weight | NestedWeight], weight_format: str, implementation: Implementation) -> Array:
     def multiplied(x: Array) -> Array:
         # For many rows, as in prefill, XLA is not slow.
-        few = _rows(x) <= INT4_ROWS
-        return choose("matmul", implementation, x, weights, weight_format="int4", rows=_rows(x), slow_reference=few).int4_matmul(x, weights)
+        few, rows = _rows(x) <= INT4_ROWS, _rows(x)
+        module = choose("matmul", implementation, x, weights, weight_format=weight_format, rows=rows, slow_reference=few)
+        return (module.int4_matmul if weight_format == "int4" else module.nested_matmul)(x, weights)
 
-    return _by_rows(multiplied, x, "int4")
+    return _by_rows(multiplied, x, weight_format)
 
 
-def unsupported(x: Array, weights: Sequence[Int4Weight], implementation: str) -> str | None:
-    """Why an implementation of `int4_matmul` cannot run on these arguments, or their shapes, here; None if it can."""
-    return dispatch.unsupported("matmul", implementation, x, weights, weight_format="int4", rows=_rows(x))
+def unsupported(x: Array, weights: Sequence[Int4Weight | NestedWeight], implementation: str) -> str | None:
+    """Why an implementation of `int4_matmul`, or `nested_matmul`, cannot run on these arguments, or their shapes, here; None if it can."""
+    weight_format = "nested" if isinstance(weights[0], NestedWeight) else "int4"
+    if implementation not in ("reference", *dispatch.implementations("matmul", weight_format)):
+        return f"does not multiply by weights in {weight_format}"
+    return dispatch.unsupported("matmul", implementation, x, weights, weight_format=weight_format, rows=_rows(x))
 
 
 def _multiply(x: Array, weights: Sequence[Weight], dtype) -> Array:
@@ -96,21 +111,11 @@ def _multiply(x: Array, weights: Sequence[Weight], dtype) -> Array:
     if every(Int4Weight) and alike(weights):
         return int4_matmul(x, weights).astype(dtype)
     if every(NestedWeight):
-        return _nested_matmul(x, weights).astype(dtype)
+        return nested_matmul(x, weights).astype(dtype)
     if every(Int8Weight) or _plain(*weights):
         weight_format = "int8" if every(Int8Weight) else "plain"
         return _by_rows(lambda x: _skinny(x, weights, dtype, weight_format).skinny_matmul(x, weights, dtype=dtype), x, weight_format)
     return jnp.concatenate([_multiply(x, [weight], dtype) for weight in weights], axis=-1)
-
-
-def _nested_matmul(x: Array, weights: Sequence[NestedWeight]) -> Array:
-    """x @ weight.T for each weight, with both planes, one after the other in the last axis, in x's dtype."""
-
-    def multiplied(x: Array) -> Array:
-        few = _rows(x) <= INT4_ROWS
-        return choose("matmul", "auto", x, weights, weight_format="nested", rows=_rows(x), slow_reference=few).nested_matmul(x, weights)
-
-    return _by_rows(multiplied, x, "nested")
 
 
 def _by_rows(product: Callable[[Array], Array], x: Array, weight_format: str) -> Array:

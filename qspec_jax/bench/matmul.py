@@ -1,4 +1,5 @@
-"""`qspec bench matmul`: our INT4 matmuls against other libraries' of the same weights in bfloat16, on named shapes in one run.
+"""`qspec bench matmul`: our matmuls of INT4 and nested weights against other libraries' of the same weights in bfloat16, on named shapes
+in one run.
 
 Rows are independent: what cannot run, or fails, gets a row that says why.
 """
@@ -14,8 +15,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, matmul
-from pallas_kernels.formats.weights import Int4Weight, dequantize_weight
-from pallas_kernels.matmul import int4_matmul
+from pallas_kernels.formats.weights import Int4Weight, NestedWeight, dequantize_weight
+from pallas_kernels.matmul import int4_matmul, nested_matmul
 from qspec_jax import plots
 from qspec_jax.bench import kernels
 from qspec_jax.bench.kernels import Figures, KernelReport, KernelRow
@@ -40,6 +41,7 @@ class MatmulShape:
         rows: M.
         inputs: the input size.
         outputs: the output size of each weight.
+        planes: of the weights' codes: 1 is INT4, 2 nested.
     """
 
     model: str
@@ -47,19 +49,20 @@ class MatmulShape:
     rows: int
     inputs: int
     outputs: tuple[int, ...]
+    planes: int = 1
 
     @property
     def name(self) -> str:
-        return f"{self.model}-{self.layer}-M{self.rows}"
+        return f"{self.model}-{self.layer}-M{self.rows}" + ("-nested" if self.planes == 2 else "")
 
     @property
     def description(self) -> str:
         return f"M={self.rows}, {' + '.join(f'{out:,}' for out in self.outputs)} outputs of {self.inputs:,} inputs"
 
     @property
-    def int4_bytes(self) -> int:
-        """Bytes of the INT4 weights: codes, a nibble each, and the scale and zero of every group."""
-        return sum(self.outputs) * (self.inputs // 2 + 2 * ITEM_BYTES * self.inputs // GROUP_SIZE)
+    def coded_bytes(self) -> int:
+        """Bytes of the weights: codes, a nibble each in every plane, and the scale and zero of every group."""
+        return sum(self.outputs) * (self.planes * self.inputs // 2 + 2 * ITEM_BYTES * self.inputs // GROUP_SIZE)
 
     @property
     def bf16_bytes(self) -> int:
@@ -79,19 +82,25 @@ LAYERS = (
     ("llama-2-7b", "down", 11008, (4096,)),
 )
 LARGE = tuple(MatmulShape(model, layer, rows, inputs, outputs) for model, layer, inputs, outputs in LAYERS for rows in ROWS)
+NESTED_ROWS = (1, 8, 16, 64)
+NESTED = tuple(MatmulShape(*names, rows, *sizes, 2) for *names, sizes in ((m, n, (i, o)) for m, n, i, o in LAYERS) for rows in NESTED_ROWS)
 # Small enough for a CPU to take a second.
-TINY = (MatmulShape("tiny", "qkv", 1, 256, (64, 32, 32)), MatmulShape("tiny", "down", 7, 512, (48,)))
-SHAPES = {shape.name: shape for shape in (*LARGE, *TINY)}
+TINY = (
+    MatmulShape("tiny", "qkv", 1, 256, (64, 32, 32)),
+    MatmulShape("tiny", "down", 7, 512, (48,)),
+    MatmulShape("tiny", "down", 7, 512, (48,), 2),
+)
+SHAPES = {shape.name: shape for shape in (*LARGE, *NESTED, *TINY)}
 
 
-def random_problem(shape: MatmulShape, seed: int) -> tuple[Float[Array, "M in"], tuple[Int4Weight, ...]]:
+def random_problem(shape: MatmulShape, seed: int) -> tuple[Float[Array, "M in"], tuple[Int4Weight | NestedWeight, ...]]:
     """Activations of variance 1 and the weights, in bfloat16, made on the device."""
-    return activations(shape), _weights(shape.inputs, shape.outputs, seed)
+    return activations(shape), _weights(shape.inputs, shape.outputs, shape.planes, seed)
 
 
 def bf16_problem(shape: MatmulShape, seed: int) -> tuple[Float[Array, "M in"], Float[Array, "out in"]]:
     """The activations of `random_problem`, and its weights one after the other in bfloat16."""
-    return activations(shape), _bf16_weight(shape.inputs, shape.outputs, seed)
+    return activations(shape), _bf16_weight(shape.inputs, shape.outputs, shape.planes, seed)
 
 
 def activations(shape: MatmulShape) -> Float[Array, "M in"]:
@@ -100,29 +109,30 @@ def activations(shape: MatmulShape) -> Float[Array, "M in"]:
 
 
 # These take only what every M shares, so that they compile once for all.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _weights(inputs: int, outputs: tuple[int, ...], seed: int | Array) -> tuple[Int4Weight, ...]:
-    keys = iter(jax.random.split(jax.random.key(seed, impl="unsafe_rbg"), 2 * len(outputs)))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _weights(inputs: int, outputs: tuple[int, ...], planes: int, seed: int | Array) -> tuple[Int4Weight | NestedWeight, ...]:
+    keys = iter(jax.random.split(jax.random.key(seed, impl="unsafe_rbg"), 3 * len(outputs)))
 
-    def weight(out: int) -> Int4Weight:
+    def weight(out: int) -> Int4Weight | NestedWeight:
         groups = inputs // GROUP_SIZE
         codes = jax.random.bits(next(keys), (out, groups, GROUP_SIZE // 2), jnp.uint8)
         scale = jax.random.uniform(next(keys), (out, groups), minval=0.005, maxval=0.015)
-        return Int4Weight(codes, scale.astype(jnp.bfloat16), (-7.4 * scale).astype(jnp.bfloat16))
+        upper = Int4Weight(codes, scale.astype(jnp.bfloat16), (-7.4 * scale).astype(jnp.bfloat16))
+        return upper if planes == 1 else NestedWeight(upper, jax.random.bits(next(keys), codes.shape, jnp.uint8))
 
     return tuple(weight(out) for out in outputs)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _bf16_weight(inputs: int, outputs: tuple[int, ...], seed: int | Array) -> Float[Array, "out in"]:
-    weights = _weights(inputs, outputs, seed)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _bf16_weight(inputs: int, outputs: tuple[int, ...], planes: int, seed: int | Array) -> Float[Array, "out in"]:
+    weights = _weights(inputs, outputs, planes, seed)
     return jnp.concatenate([dequantize_weight(weight, jnp.float32).astype(jnp.bfloat16) for weight in weights])
 
 
 class MatmulReport(KernelReport):
     """Matmuls of layers of models."""
 
-    TITLE = "INT4 matmul"
+    TITLE = "Matmul of weights in 4 and 8 bits"
     NOTES = (
         "Peers multiply by the same weights in bfloat16, in one matrix. MB: what must be read of the weights, with scales and zeros.",
         "xla and torch call cuBLAS, xla unless it finds a kernel of its own faster.",
@@ -141,7 +151,7 @@ class MatmulReport(KernelReport):
                 places |= {shape.name: at + i for i, shape in enumerate(shapes)}
                 middles[layer] = at + (len(shapes) - 1) / 2
                 at += len(shapes) + GAP
-            for peer, label, colour in ((False, "qspec-jax, INT4", "tab:green"), (True, "fastest bf16 peer", "tab:gray")):
+            for peer, label, colour in ((False, "qspec-jax", "tab:green"), (True, "fastest bf16 peer", "tab:gray")):
                 times = defaultdict(list)
                 for row in self.rows:
                     if row.peer == peer and row.timing and row.shape in places:
@@ -168,8 +178,9 @@ def select_shapes(names: Sequence[str]) -> list[MatmulShape]:
     """The shapes of these names; see `kernels.select_shapes`."""
     layers = ", ".join(f"{model}-{layer}" for model, layer, *_ in LAYERS)
     several = ", ".join(f"-M{m}" for m in ROWS)
-    listing = f"{layers} (each with {several}), {', '.join(shape.name for shape in TINY)}"
-    return kernels.select_shapes(names, LARGE, TINY, listing=listing)
+    nested = ", ".join(f"-M{m}-nested" for m in NESTED_ROWS)
+    listing = f"{layers} (each with {several}, {nested}), {', '.join(shape.name for shape in TINY)}"
+    return kernels.select_shapes(names, LARGE, (*NESTED, *TINY), listing=listing)
 
 
 def select_implementations(names: Sequence[str]) -> list[str]:
@@ -198,7 +209,7 @@ def measure(shape: MatmulShape, name: str, *, repeats: int = 20) -> KernelRow:
     Its error is against the product in float32 with the weights that it reads.
     """
     peer = name in PEERS
-    size = shape.bf16_bytes if peer else shape.int4_bytes
+    size = shape.bf16_bytes if peer else shape.coded_bytes
     return kernels.measured(shape.name, name, size, lambda: (_peer if peer else _ours)(shape, name, repeats), peer=peer)
 
 
@@ -210,10 +221,12 @@ def unsupported(shape: MatmulShape, implementation: str) -> str | None:
 def _ours(shape: MatmulShape, implementation: str, repeats: int) -> Figures:
     if reason := unsupported(shape, implementation):
         raise Unavailable(reason)
-    multiply = functools.partial(int4_matmul, implementation=implementation)
+    product = nested_matmul if shape.planes == 2 else int4_matmul
+    multiply = functools.partial(product, implementation=implementation)
     x, weights = random_problem(shape, 0)
-    error = kernels.relative_error(jax.jit(multiply)(x, weights), _reference(x.astype(jnp.float32), weights))
-    inputs = [random_problem(shape, seed)[1:] for seed in range(input_count(shape.int4_bytes))]
+    reference = jax.jit(functools.partial(product, implementation="reference"))
+    error = kernels.relative_error(jax.jit(multiply)(x, weights), reference(x.astype(jnp.float32), weights))
+    inputs = [random_problem(shape, seed)[1:] for seed in range(input_count(shape.coded_bytes))]
     return Figures(time_calls(multiply, x, inputs, repeats=repeats), error)
 
 
@@ -228,7 +241,6 @@ def _peer(shape: MatmulShape, name: str, repeats: int) -> Figures:
     return Figures(peer.time(activations, inputs, repeats=repeats), error)
 
 
-_reference = jax.jit(functools.partial(int4_matmul, implementation="reference"))
 _wide_product = jax.jit(lambda x, w: jnp.matmul(x.astype(jnp.float32), w.astype(jnp.float32).T, precision=lax.Precision.HIGHEST))
 
 

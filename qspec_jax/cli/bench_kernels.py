@@ -92,7 +92,7 @@ def bench_matmul(
     plot: Annotated[Path | None, typer.Option(help="Draw the times of each layer to this file (.png, .pdf or .svg).")] = None,
     as_json: Json = False,
 ):
-    """INT4 matmuls, beside bfloat16 ones. One run times our kernels, and bfloat16 matmuls of the same shapes."""
+    """Matmuls with INT4 and nested weights, beside bfloat16 ones. One run times our kernels, and bfloat16 matmuls of the same shapes."""
     shapes = matmul.select_shapes(shape or [])
     implementations = matmul.select_implementations(implementation or [])
     progress = False if as_json else None
