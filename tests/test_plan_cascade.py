@@ -1,5 +1,6 @@
 """`qspec plan` and `--draft auto` of cascades and of EAGLE-3 heads: rounds of two levels, times by hand, and the choice of both gammas."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.decoding.config import GAMMA as USUAL_GAMMA
 from qspec_jax.decoding.config import GenerationConfig, beside_draft
+from qspec_jax.decoding.generate import generate
+from qspec_jax.decoding.reading import prefill
 from qspec_jax.decoding.resolve import resolve_auto_draft
 from qspec_jax.drafts.cascade import FIRST_GAMMA
 from qspec_jax.drafts.registry import first_gamma_of, levels_in, may_become, with_first_gamma
@@ -182,7 +185,7 @@ def test_a_small_model_before_a_middle(small):
     [(122880, 1, 4096, 5.68, 3.72), (57344, 2, 1024, 6.18, 4.43)],
 )
 def test_cascades_take_what_was_measured(small, context, batch, budget, retrieval, sparse):
-    """ms/token of TriForce on an H200, simulated acceptance (docs/measurements/2026-11.md). With 6 and 10 rows it is up to 21 % less."""
+    """ms/token of TriForce on an H200, simulated acceptance (docs/measurements/2026-11.md). Of more rows up to 21 % more is planned."""
     given = dict(acceptances={"": 0.9234}, inner_acceptances={"": 0.4649}, context=context, batch=batch, model=LLAMA_7B, device=H200)
     for middle, measured in ((f"retrieval:budget={budget}", retrieval), ("sparse:budget=0.03", sparse)):
         row = row_for(f"triforce:model={small},gamma1=2,middle=({middle})", **given, max_new_tokens=256)
@@ -445,3 +448,14 @@ def test_generate_says_what_it_chose(run, directory, caplog):
     assert code == 0 and json.loads(out)["stats"]["num_spec_steps"] > 0
     (line,) = [record.getMessage() for record in caplog.records if record.name == "qspec_jax.decoding.resolve"]
     assert line.startswith("draft cascade: 4 drafts a round, 2 of its first draft at a time, the default, as no costs are stored for")
+
+
+def test_a_state_continues_with_the_gammas_that_were_chosen(model):
+    """Its draft has a number for what was left open; a draft that leaves it open again is the same one."""
+    config = GenerationConfig(draft="cascade", max_new_tokens=3, ignore_eos=True)
+    state = prefill(model, [1, 2, 3] * 5, config=config)
+    assert state.reader.settings["draft"] == "cascade:first_gamma=2"
+    out = [generate(model, state, config=each).token_ids for each in (config, dataclasses.replace(config, draft="auto"))]
+    assert out[0] == out[1]
+    with pytest.raises(InputError, match="draft 'cascade:first_gamma=3' should be 'cascade:first_gamma=2', for which the state was made"):
+        generate(model, state, config=dataclasses.replace(config, draft="cascade:first_gamma=3"))
