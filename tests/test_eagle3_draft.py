@@ -236,7 +236,7 @@ def test_rows_that_are_replaced_are_those_of_a_batch_of_one(directory, settings)
         ("cascade:first=(eagle3:model={}),middle=prompt-lookup", "draft middle should be one that only steps the target's own model"),
         ("cascade:first=snapkv,middle=quantspec", "draft first should be prompt-lookup, small-model"),
         ("cascade:first=quantspec,middle=retrieval", "should both be drafts that step the target's own cache"),
-        ("cascade:first_gamma=16", "first_gamma 16 should be from 1 to 15"),
+        ("cascade:first_gamma=16", "first_gamma 16 should be auto, or a whole number from 1 to 15"),
     ],
 )
 def test_mistakes(directory, text, message):

@@ -57,6 +57,7 @@ from qspec_jax.decoding.run_lines import (
     prepare_lines,
     with_made_draft,
 )
+from qspec_jax.drafts.draft import checkpoints_of
 from qspec_jax.drafts.registry import AUTO
 from qspec_jax.errors import InputError
 from qspec_jax.files import STANDARD, is_same_file, name_of, read_bytes, to_json
@@ -165,7 +166,11 @@ def batch(
                 silent_on_sampling=silent_on_sampling,
             )
         )
-        if config.draft != AUTO:  # a draft that is named is made first: lines that are too long for its model are wrong
+        # Of a cascade with a model of its own no acceptance is stored by which the lengths of lines could count.
+        if config.leaves_gammas_open and checkpoints_of(config.draft_settings):
+            (config,) = resolve_auto_draft(network, [config], None, batch=rows_at_once or ROWS_OF_AUTO)
+        # A draft that is named is made first: lines that are too long for its model are wrong.
+        if config.draft != AUTO and not config.leaves_gammas_open:
             of_lines = processes.all_or_none(lambda: with_made_draft(config, network))
     else:
         jax.config.update("jax_platforms", "cpu")  # GPUs are the actors'

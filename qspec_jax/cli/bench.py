@@ -253,7 +253,8 @@ def bench_batch(
         raise InputError("--file and --dtype need --model; --arch has random prompts, and weights in bfloat16")
     lengths, new = batch.bounds("--prompt-tokens", prompt_tokens, 1), batch.bounds("--new-tokens", new_tokens, 2)  # the first is prefill's
     parse_draft(draft)  # which raises InputError for auto, whose gamma would be open
-    config = GenerationConfig(draft=draft, num_speculative_tokens=num_speculative_tokens, temperature=temperature, ignore_eos=True)
+    gamma = GAMMA if num_speculative_tokens is None else num_speculative_tokens
+    config = GenerationConfig(draft=draft, num_speculative_tokens=gamma, temperature=temperature, ignore_eos=True)
     check_gamma(config.num_speculative_tokens)
     several = devices_of(devices)
     left_out = {way for way, asked in (("fixed", fixed), ("one by one", one_by_one), (batch.SEVERAL, len(several) > 1)) if not asked}

@@ -9,7 +9,7 @@ from qspec_jax.caches.cache import Gives
 from qspec_jax.caches.registry import CACHES, CacheConfig
 from qspec_jax.decoding import config_values as values
 from qspec_jax.drafts.draft import Draft, DraftSettings, needs_of
-from qspec_jax.drafts.registry import AUTO, DRAFTS, NONE, USUAL, parse_draft
+from qspec_jax.drafts.registry import AUTO, DRAFTS, NONE, USUAL, first_gamma_of, is_cascade, parse_draft
 from qspec_jax.errors import InputError
 from qspec_jax.models.uniform import WIDTH
 
@@ -55,7 +55,8 @@ class GenerationConfig:
             stored costs (`qspec_jax.decoding.resolve`), and to "none" over a cache that takes no drafts.
         cache: the target's KV cache, NAME or NAME:SETTING=VALUE,...: "int8" (hierarchical, both 4-bit planes), "full" (full precision), or,
             lossy, "kivi", "specache", "streaming-llm" and "h2o" (`qspec_jax.caches.registry`). None: "full" with draft "none", else "int8".
-        num_speculative_tokens: the paper's gamma, the maximum number of draft tokens per round. None: 4, or chosen with draft "auto".
+        num_speculative_tokens: the paper's gamma, the maximum number of draft tokens per round. None: 4, or chosen
+            with draft "auto" and with the text of a cascade.
         adaptive: each row drafts as many tokens as pay by its past acceptance, at most num_speculative_tokens.
         draft_cost: for adaptive, the time of a draft step divided by that of a verification (`qspec bench decode` measures both). None: the
             stored cost for the row's length (`qspec_jax.decoding.resolve`).
@@ -123,7 +124,7 @@ class GenerationConfig:
         if self.draft != AUTO:
             if isinstance(self.draft, str):
                 parse_draft(self.draft)  # which raises InputError for what is no draft
-            if self.num_speculative_tokens is None:
+            if self.num_speculative_tokens is None and not is_cascade(self.draft):
                 object.__setattr__(self, "num_speculative_tokens", GAMMA)
         check(self.exact in EXACT, f"exact {self.exact!r:.60} should be one of {', '.join(EXACT)}")
         self._check_compatible(check)
@@ -196,6 +197,13 @@ class GenerationConfig:
         return self.speculative and self.num_speculative_tokens != 0
 
     @property
+    def leaves_gammas_open(self) -> bool:
+        """Whether the draft is a cascade, by its text, of which the drafts of a round or of its first draft at a time are to be chosen."""
+        if not is_cascade(self.draft) or self.num_speculative_tokens == 0:
+            return False
+        return self.num_speculative_tokens is None or first_gamma_of(self.draft) is None
+
+    @property
     def draft_needs(self) -> frozenset[Gives]:
         """What the draft needs of the target's cache that not every cache gives; nothing while it is "auto"."""
         if isinstance(self.draft, Draft):
@@ -224,7 +232,9 @@ class GenerationConfig:
 
 def beside_draft(config: GenerationConfig) -> GenerationConfig:
     """The config for a draft that is made already, to which "auto" gives way: with the usual draft's name and number of drafts."""
-    return dataclasses.replace(config, draft=USUAL) if config.draft == AUTO else config
+    if config.draft == AUTO:
+        return dataclasses.replace(config, draft=USUAL)
+    return dataclasses.replace(config, num_speculative_tokens=GAMMA) if config.num_speculative_tokens is None else config
 
 
 def fitting(pairs: Iterable[tuple[str, str | None]]) -> list[GenerationConfig]:

@@ -32,7 +32,7 @@ from qspec_jax.decoding.requests import (
 )
 from qspec_jax.decoding.sampling import prompt_keys, sample_keys
 from qspec_jax.drafts.draft import Draft, check_made_for
-from qspec_jax.drafts.registry import AUTO, make_draft
+from qspec_jax.drafts.registry import AUTO, make_draft, may_become
 from qspec_jax.errors import InputError, warn_once
 from qspec_jax.models.llama import Llama, check_model
 from qspec_jax.states.state import Reader, State
@@ -205,7 +205,7 @@ def completed(
     lengths = list(map(len, prompts))
     configs = [with_tokenizer(request.config, model, tokenizer) for request in found]
     configs = resolve.resolve_auto_draft(model, configs, lengths, batch=min(batch_size or len(found), len(found)))
-    if config.draft == AUTO:
+    if config.draft == AUTO or config.leaves_gammas_open:
         config = dataclasses.replace(config, **{name: getattr(configs[0], name) for name in ("draft", "num_speculative_tokens", "cache")})
     draft = _made(model, configs, prompts if calibrate else None, progress) if reader is None else reader.draft
     for i, (length, each) in enumerate(zip(lengths, configs, strict=True)):
@@ -247,7 +247,11 @@ def _config_for(reader: Reader, config: GenerationConfig) -> GenerationConfig:
     own, default = reader.settings, GenerationConfig()
     for name in OF_STATES:
         given = getattr(config, name)
-        if given is own[name] or (not isinstance(given, Draft) and given in (getattr(default, name), own[name])):
+        if (
+            given is own[name]
+            or (not isinstance(given, Draft) and given in (getattr(default, name), own[name]))
+            or may_become(given, own[name])
+        ):
             continue
         raise InputError(f"{name} {given!r:.60} should be {own[name]!r:.60}, for which the state was made, or left out")
     return dataclasses.replace(config, **own)

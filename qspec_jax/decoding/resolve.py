@@ -19,7 +19,7 @@ from qspec_jax.decoding.skip_search import layers_to_skip
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.registry import AUTO, NONE
 from qspec_jax.models.llama import Llama
-from qspec_jax.planning.choice import Setting, choose, relative_cost
+from qspec_jax.planning.choice import Setting, choose, choose_gammas, relative_cost
 from qspec_jax.quantization.outline import is_outline
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,8 @@ def resolve_auto_draft(
     logs: bool = True,
 ) -> list[GenerationConfig]:
     """The configs, which share a draft, with the draft that pays for the longest row instead of "auto", and its gamma where a config has
-    none. One line is logged, at INFO, with the choice and its reason.
+    none; with the text of a cascade, with the numbers of drafts that it leaves open. One line is logged, at INFO, with the choice and its
+    reason.
 
     Args:
         model: the target; an outline is enough.
@@ -46,7 +47,7 @@ def resolve_auto_draft(
         device_kind: what JAX calls the device that will decode; None for the first one here.
         logs: whether the line is logged.
     """
-    if not configs or configs[0].draft != AUTO:
+    if not configs or not (configs[0].draft == AUTO or any(config.leaves_gammas_open for config in configs)):
         return list(configs)
     longest = None
     if prompt_tokens is not None:
@@ -55,7 +56,8 @@ def resolve_auto_draft(
     gamma = given.pop() if len(given) == 1 else None
     if gamma:  # no more than a round is compiled for
         gamma = max(max_drafts(model, beside_draft(config)) for config in configs)
-    found = choose(_setting(model, configs[0], device_kind), context=longest, batch=batch, gamma=gamma)
+    setting, sizes = _setting(model, configs[0], device_kind), dict(context=longest, batch=batch, gamma=gamma)
+    found = choose(setting, **sizes) if configs[0].draft == AUTO else choose_gammas(setting, configs[0].draft, **sizes)
     if logs:
         log.info(found.reason + (_without_effect(configs) if found.draft == NONE else ""))
 

@@ -15,6 +15,7 @@ from qspec_jax.decoding.prepare import OF_STATES
 from qspec_jax.decoding.reading import ROOM, reader_of
 from qspec_jax.decoding.state_arrays import shapes_of
 from qspec_jax.decoding.state_identity import NAMES, difference, identity_of
+from qspec_jax.drafts.registry import may_become
 from qspec_jax.errors import InputError, listed
 from qspec_jax.files import is_replaced
 from qspec_jax.models.llama import Llama
@@ -170,7 +171,11 @@ def _reader_with(model: Llama, config: GenerationConfig, tokens: int, choices: S
 def _with_stored(path: Path, stored: dict[str, Any], config: GenerationConfig) -> GenerationConfig:
     """The config with the stored settings of a state where it has defaults. Raises InputError where it has others."""
     default, gamma = GenerationConfig(), "num_speculative_tokens"
-    taken = {name: value for name, value in stored.items() if getattr(config, name) == getattr(default, name)}
+    taken = {
+        name: value
+        for name, value in stored.items()
+        if getattr(config, name) == getattr(default, name) or may_become(getattr(config, name), value)
+    }
     made_with = ", ".join(f"{name} {value}" for name, value in stored.items())
     if gamma in stored:  # a config that names a draft has a number of drafts, given or not
         if config.num_speculative_tokens not in (None, GAMMA, stored[gamma]):

@@ -11,6 +11,7 @@ Source: TriForce (arXiv 2404.11912), sections 4.2 and 4.3, algorithm 1. Its gamm
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,18 @@ from pallas_kernels.attention.support import MAX_ROUND_TOKENS
 from pallas_kernels.formats.kv_cache import HeldKeys
 from pallas_kernels.formats.views import View
 from qspec_jax.caches.cache import AppendedCache, Cache, longer
-from qspec_jax.drafts.draft import Draft, DraftSettings, Prompt, Proposal, Round, RoundResult, State, StepwiseDraft, of_accepted
+from qspec_jax.drafts.draft import (
+    Draft,
+    DraftSettings,
+    Prompt,
+    Proposal,
+    Proposes,
+    Round,
+    RoundResult,
+    State,
+    StepwiseDraft,
+    of_accepted,
+)
 from qspec_jax.drafts.draft_of_two import DraftOfTwo, SettingsOfTwo
 from qspec_jax.drafts.prompt_lookup import PromptLookupSettings
 from qspec_jax.drafts.sparse import SparseSettings
@@ -30,6 +42,8 @@ from qspec_jax.models.llama import Llama
 from qspec_jax.models.skipping import NO_LAYERS, Deferred
 from qspec_jax.models.viewed import ViewedModel
 from qspec_jax.settings_text import check_settings, setting
+
+FIRST_GAMMA = 2  # where it is not chosen
 
 
 @jax.tree_util.register_dataclass
@@ -45,10 +59,11 @@ class CascadeDraft(DraftOfTwo):
 
     first: Draft
     middle: StepwiseDraft
-    first_gamma: int = dataclasses.field(default=2, metadata={"static": True})
+    first_gamma: int = dataclasses.field(default=FIRST_GAMMA, metadata={"static": True})
 
     PARTS = "first", "middle"
     verifies = True
+    proposes = Proposes.ALL  # the middle goes on until the round has its drafts
 
     def __post_init__(self):
         if not isinstance(self.middle, Draft) or not isinstance(self.first, Draft):
@@ -174,6 +189,23 @@ def _steps_targets_cache(draft: Draft) -> bool:
     return isinstance(draft, StepwiseDraft) and type(draft).cache_of_steps is StepwiseDraft.cache_of_steps
 
 
+def first_gamma_setting(of: str) -> Any:
+    """The setting of how many tokens a cascade's first draft drafts at a time. of: that draft, for the docs."""
+    return setting(
+        None,
+        f"How many tokens {of} drafts at a time, if a round's gamma is larger. By default it is chosen by stored costs in `generate` and "
+        f"`batch`, and {FIRST_GAMMA} elsewhere.",
+        minimum=1,
+        maximum=MAX_ROUND_TOKENS - 1,
+        parse=_auto_or_number,
+        takes=f"auto, or a whole number from 1 to {MAX_ROUND_TOKENS - 1}",
+    )
+
+
+def _auto_or_number(text: str) -> int | None:
+    return None if text == "auto" else int(text)
+
+
 @dataclasses.dataclass(frozen=True)
 class CascadeSettings(SettingsOfTwo):
     """The first draft is prompt-lookup, small-model, eagle3, or a combine of these; or both step the target's own cache, as quantspec and
@@ -187,10 +219,9 @@ class CascadeSettings(SettingsOfTwo):
     middle: DraftSettings = setting(
         SparseSettings(), "The draft whose steps verify them, sparse by default.", example="middle=(sparse:budget=0.03)"
     )
-    first_gamma: int = setting(
-        2, "How many tokens the first draft drafts at a time, if a round's gamma is larger.", minimum=1, maximum=MAX_ROUND_TOKENS - 1
-    )
+    first_gamma: int | None = first_gamma_setting("the first draft")
     PARTS = "first", "middle"
+    NAME_OF_FIRST_GAMMA = "first_gamma"
 
     def __post_init__(self):
         check_settings("draft", self)
@@ -200,4 +231,4 @@ class CascadeSettings(SettingsOfTwo):
         # The first one's checkpoint may be refused, before INT4 weights take their time.
         int4 = functools.cache(int4)
         first = self.first.make(model, int4)
-        return CascadeDraft(first, self.middle.make(model, int4), self.first_gamma)
+        return CascadeDraft(first, self.middle.make(model, int4), FIRST_GAMMA if self.first_gamma is None else self.first_gamma)

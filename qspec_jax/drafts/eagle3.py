@@ -20,7 +20,7 @@ from pallas_kernels.formats.views import FULL_PRECISION
 from qspec_jax.caches.cache import AppendedCache, Cache
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.eagle3 import load_head
-from qspec_jax.drafts.draft import Draft, Prompt, Proposal, Round, RoundResult, Taps, propose_by_steps
+from qspec_jax.drafts.draft import Draft, Prompt, Proposal, Proposes, Round, RoundResult, Taps, propose_by_steps
 from qspec_jax.drafts.own_cache import Window
 from qspec_jax.errors import InputError
 from qspec_jax.models.block import Weight
@@ -83,6 +83,7 @@ class Eagle3Draft(Draft):
     window: int = dataclasses.field(metadata={"static": True})
 
     independent = True
+    proposes = Proposes.ALL
 
     @property
     def taps(self) -> Taps:

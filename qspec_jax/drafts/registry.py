@@ -6,6 +6,7 @@ A further draft is a file beside this one, and an entry here.
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from qspec_jax.checkpoints.tokenizers import check_same_tokens
 from qspec_jax.drafts.cascade import CascadeSettings
@@ -103,6 +104,41 @@ def texts_in(text: str) -> tuple[str, ...]:
     if DRAFTS.get(name_of(text)) is not CombinedSettings:
         return (text,)
     return tuple(part for each in _two_texts(text) for part in texts_in(each))
+
+
+def levels_in(text: str) -> tuple[str, ...]:
+    """The texts of a cascade's first draft and of its middle; none for any other draft."""
+    if not is_cascade(text):
+        return ()
+    given = dict(part.partition("=")[::2] for part in split_text("draft", text)[1])
+    if DRAFTS[name_of(text)] is TriForceSettings:
+        first, middle = f"small-model:model={given.get('model', '')},reads=window", "retrieval"
+    else:
+        first, middle = nested_text(given["first"]) if "first" in given else "prompt-lookup", "sparse"
+    return first, nested_text(given["middle"]) if "middle" in given else middle
+
+
+def first_gamma_of(text: str) -> int | None:
+    """How many tokens the text of a cascade says that its first draft drafts at a time; None where it leaves that open."""
+    return getattr(parse_draft(text), DRAFTS[name_of(text)].NAME_OF_FIRST_GAMMA)
+
+
+def is_cascade(draft: Any) -> bool:
+    """Whether this is the text of a cascade, whose numbers of drafts may be chosen."""
+    return isinstance(draft, str) and DRAFTS.get(name_of(draft)) in (CascadeSettings, TriForceSettings)
+
+
+def with_first_gamma(text: str, first_gamma: int) -> str:
+    """The text of a cascade that leaves it open, with how many tokens its first draft drafts at a time."""
+    return f"{text}{',' if ':' in text else ':'}{DRAFTS[name_of(text)].NAME_OF_FIRST_GAMMA}={first_gamma}"
+
+
+def may_become(draft: Any, settled: Any) -> bool:
+    """Whether a text of a cascade leaves open how many tokens its first draft drafts at a time, and this is the same text with a number."""
+    if not is_cascade(draft) or not is_cascade(settled) or first_gamma_of(draft) is not None:
+        return False
+    chosen = first_gamma_of(settled)
+    return chosen is not None and settled == with_first_gamma(draft, chosen)
 
 
 def _two_texts(text: str) -> list[str]:

@@ -6,8 +6,7 @@ Source: TriForce (arXiv 2404.11912), section 4; cascade.py has its algorithm.
 import dataclasses
 from collections.abc import Callable
 
-from pallas_kernels.attention.support import MAX_ROUND_TOKENS
-from qspec_jax.drafts.cascade import CascadeDraft
+from qspec_jax.drafts.cascade import FIRST_GAMMA, CascadeDraft, first_gamma_setting
 from qspec_jax.drafts.draft import DraftSettings
 from qspec_jax.drafts.draft_of_two import SettingsOfTwo
 from qspec_jax.drafts.retrieval import RetrievalSettings
@@ -25,9 +24,7 @@ class TriForceSettings(SettingsOfTwo):
     steps of a model (`StepwiseDraft`): retrieval, streaming-llm, snapkv, sparse, quantspec, ..."""
 
     model: str = setting("", "The small model's checkpoint: a directory, or ORG/NAME on the Hub.")
-    gamma1: int = setting(
-        2, "How many tokens the small model drafts at a time, if a round's gamma is larger.", minimum=1, maximum=MAX_ROUND_TOKENS - 1
-    )
+    gamma1: int | None = first_gamma_setting("the small model")
     middle: DraftSettings = setting(
         RETRIEVAL,
         "The draft whose steps verify what the small model drafts, retrieval by default.",
@@ -36,6 +33,7 @@ class TriForceSettings(SettingsOfTwo):
     sinks: int = setting(16, "How many of the first tokens the small model reads.", minimum=0)
     window: int = setting(240, "How many of the most recent tokens the small model reads.", minimum=1)
     PARTS = "first", "middle"
+    NAME_OF_FIRST_GAMMA = "gamma1"
 
     def __post_init__(self):
         if not self.model:
@@ -50,4 +48,4 @@ class TriForceSettings(SettingsOfTwo):
     def make(self, model: Llama, int4: Callable[[], Llama]) -> CascadeDraft:
         """The draft of a model. Raises InputError as the small model's settings and the middle's do, and as `CascadeDraft`."""
         first = self.first.make(model, int4)  # which may be refused, before the middle's INT4 weights take their time
-        return CascadeDraft(first, self.middle.make(model, int4), self.gamma1)
+        return CascadeDraft(first, self.middle.make(model, int4), FIRST_GAMMA if self.gamma1 is None else self.gamma1)

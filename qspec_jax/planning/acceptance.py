@@ -1,9 +1,9 @@
 """The acceptance that a plan assumes where none is given, with its source; and how --acceptance and --proposing are read."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from qspec_jax.drafts.registry import name_of, parse_draft, texts_in
+from qspec_jax.drafts.registry import levels_in, name_of, parse_draft, texts_in
 from qspec_jax.errors import InputError
 
 
@@ -38,6 +38,8 @@ ACCEPTANCE = {
     "prompt-lookup:shortest=2": Chance(0.54, f"0.54 {_LOOKED_UP} 2 tokens (docs/plan.md)"),
     "prompt-lookup:shortest=3": Chance(0.59, f"0.59 {_LOOKED_UP} 3 tokens (docs/plan.md)"),
 }
+# The same of a cascade's first draft by its middle, by `key_of` both; nothing was measured yet.
+INNER_ACCEPTANCE: dict[tuple[str, str], Chance] = {}
 # The chance that a round in which a draft is asked finds it with a proposal, for those that may have none.
 PROPOSING = {
     "prompt-lookup": Chance(
@@ -57,35 +59,84 @@ def key_of(draft: str) -> str:
     return name if shortest == 1 else f"{name}:shortest={shortest}"
 
 
-def keys_of(draft: str, whole: str) -> tuple[str, ...]:
-    """What may be given for a draft, the most particular first: its text, its name, those of the one that it is a part of, or "" for all.
-    whole: that one's text, or the draft's own."""
-    return draft, name_of(draft), whole, name_of(whole), ""
+def keys_of(draft: str, *wholes: str) -> tuple[str, ...]:
+    """What may be given for a draft, the most particular first: its text, its name, those of the ones that it is a part of, or "" for all.
+    wholes: the texts of these, the smallest first."""
+    return (*(key for text in (draft, *wholes) for key in (text, name_of(text))), "")
 
 
-def chance_of(draft: str, given: Mapping[str, float], assumed: Mapping[str, Chance], *, whole: str) -> Chance | None:
+def chance_of(draft: str, given: Mapping[str, float], assumed: Mapping[str, Chance], *wholes: str) -> Chance | None:
     """What to plan a draft with: given for one of `keys_of`, or assumed for its `key_of`; None where nothing is known.
 
     assumed: `ACCEPTANCE` or `PROPOSING`.
     """
-    for key in keys_of(draft, whole):
+    for key in keys_of(draft, *wholes):
         if key in given:
             return Chance(given[key], GIVEN)
     return assumed.get(key_of(draft))
 
 
+def inner_chance_of(cascade: str, given: Mapping[str, float], *wholes: str, by_target: bool = True) -> Chance | None:
+    """The chance that a token that a cascade's first draft proposes is accepted by its middle, given those before it; None where nothing is
+    known.
+
+    Args:
+        cascade: its text.
+        given, wholes: as of `chance_of`.
+        by_target: whether what prompt-lookup proposes is assumed to be accepted as often as by the target, where nothing was measured.
+    """
+    first, middle = levels_in(cascade)
+    for key in keys_of(first, cascade, *wholes):
+        if key in given:
+            return Chance(given[key], GIVEN)
+    if (measured := INNER_ACCEPTANCE.get((key_of(first), key_of(middle)))) is not None:
+        return measured
+    # What it looks up repeats itself or not, whichever model goes on from there. Of a model's drafts nothing like that can be said.
+    if not by_target or name_of(first) != "prompt-lookup":
+        return None
+    found = ACCEPTANCE[key_of(first)]
+    return Chance(found.rate, f"that of {first} by the target, since by a middle it was not measured: {found.source}")
+
+
+def judged_by_target(draft: str) -> str:
+    """The draft whose acceptance a draft has: of a cascade the middle, which the tokens that it hands on are drawn from."""
+    return levels_in(draft)[-1] if levels_in(draft) else draft
+
+
+def looks_up(draft: str) -> str:
+    """The draft that may have no proposal: of a cascade the first."""
+    return levels_in(draft)[0] if levels_in(draft) else draft
+
+
+def judged_by_middle(draft: str) -> str | None:
+    """The first draft of a cascade; None for other drafts."""
+    return next(iter(levels_in(draft)), None)
+
+
 def regardless(draft: str) -> str:
     """Which settings what is assumed for a draft does not depend on, as notes say it."""
-    return "whatever its settings" + (" but shortest" if "prompt-lookup" in map(name_of, texts_in(draft)) else "")
+    return "whatever its settings" + (" but shortest" if "prompt-lookup" in map(name_of, map(looks_up, texts_in(draft))) else "")
 
 
-def parse_chances(option: str, texts: Sequence[str], drafts: Sequence[str]) -> dict[str, float]:
-    """Reads --acceptance or --proposing: R for all drafts, or NAME=R for one, by its text or its name; a draft within a `combine` has its
-    own.
+def parse_chances(
+    option: str, texts: Sequence[str], drafts: Sequence[str], meant: Callable[[str], str | None] = judged_by_target
+) -> dict[str, float]:
+    """Reads --acceptance, --inner-acceptance or --proposing: R for all drafts, or NAME=R for one, by its text or its name; a draft within a
+    `combine` or a cascade has its own.
 
-    Raises InputError for what is no number from 0 to 1, and for a draft that is not planned.
+    Args:
+        option: its name.
+        texts: as it was given.
+        drafts: that are planned.
+        meant: which level of a cascade it is about: `judged_by_target`, `judged_by_middle` or `looks_up`.
+
+    Raises:
+        InputError: for what is no number from 0 to 1, and for a draft that is not planned.
     """
-    known = {key for draft in drafts for part in _parts(draft) for key in keys_of(part, draft)} - {""}
+    levels = [(level, part, draft) for draft in drafts for part in _parts(draft) if (level := _level(part, meant)) is not None]
+    if texts and not levels:
+        raise InputError(f"{option} {texts[0]}: no cascade is planned; there are {', '.join(drafts)}")
+    known = {key for each in levels for key in keys_of(*each)} - {""}
     found: dict[str, float] = {}
     for text in texts:
         name, equals, number = text.rpartition("=")
@@ -109,3 +160,11 @@ def _parts(draft: str) -> tuple[str, ...]:
         return texts_in(draft)
     except InputError:
         return (draft,)
+
+
+def _level(draft: str, meant: Callable[[str], str | None]) -> str | None:
+    """A level of the text of a draft; itself where the text is none, which is said elsewhere."""
+    try:
+        return meant(draft)
+    except InputError:
+        return draft

@@ -4,17 +4,20 @@ So both are the same on every run with the same settings on the same kind of dev
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 from pallas_kernels.attention.support import GROUP_SIZES, HEAD_DIMS
 from pallas_kernels.matmul.support import GROUP_SIZE, OUTPUTS
 from qspec_jax.caches.cache import Gives
 from qspec_jax.caches.registry import CACHES, CacheConfig
+from qspec_jax.drafts.cascade import FIRST_GAMMA
 from qspec_jax.drafts.draft import Draft
-from qspec_jax.drafts.registry import AUTO, NONE, USUAL, parse_draft
+from qspec_jax.drafts.registry import AUTO, NONE, USUAL, first_gamma_of, parse_draft, with_first_gamma
 from qspec_jax.drafts.step_bytes import skipped_by
+from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.planning import cpu, timing
-from qspec_jax.planning.acceptance import ACCEPTANCE
+from qspec_jax.planning.acceptance import inner_chance_of, judged_by_target
 from qspec_jax.planning.devices import Device, stored_device
 from qspec_jax.planning.operations import layer_kinds, linear_shapes
 from qspec_jax.planning.plan_report import PlannedRow
@@ -23,6 +26,8 @@ from qspec_jax.planning.steps import outlined, outlined_draft
 from qspec_jax.quantization.outline import outline
 
 CANDIDATES = ("sparse", "quantspec")  # with their default settings; and none
+# Compared too where it was measured how often their middle accepts what their first draft proposes (`INNER_ACCEPTANCE`), as of none yet.
+CASCADES = ("cascade:first=prompt-lookup,middle=sparse", "cascade:first=prompt-lookup,middle=quantspec")
 GAMMAS = range(1, 13)
 MIN_SAVING = 0.02  # the share of a token's time that a draft should save; stored costs are not more accurate
 UNKNOWN = (USUAL, 4)  # draft and gamma where no stored cost holds
@@ -126,15 +131,13 @@ def choose(setting: Setting, *, context: int | None, batch: int, gamma: int | No
         return DraftChoice(draft, gamma, f"draft {AUTO}: {draft} with {gamma} drafts a round, {why}, as {device}")
     planner = Planner(setting.model, device, 0, {}, {})
     rows, left_out = [planner.autoregressive(setting.cache, context, batch)], []
-    for text in CANDIDATES:
+    for text in (*CANDIDATES, *(cascade for cascade in CASCADES if inner_chance_of(cascade, {}, by_target=False))):
         groups = Gives.GROUPS in CACHES[setting.cache.kind].gives
-        if text == "sparse" and (device.kernels != "mosaic_gpu" or not groups):
+        if judged_by_target(text) == "sparse" and (device.kernels != "mosaic_gpu" or not groups):
             lacks = "has no kernel for its verifications there" if groups else "needs the int8 cache"
             left_out.append(f"{text} {lacks}")
             continue
-        drafts = outlined(parse_draft(text), outline(setting.model), lambda: outline(setting.model, int4=True))
-        found = planner.drafted(text, drafts, setting.cache, context, batch, GAMMAS if gamma is None else [gamma])
-        rows.append(min(found, key=lambda row: row.ms_per_token))
+        rows.append(_fastest(planner, text, setting, context, batch, GAMMAS if gamma is None else [gamma]))
     # Rows begin with that without a draft.
     best = min(rows, key=lambda row: row.ms_per_token * (1 - MIN_SAVING if row is rows[0] else 1))
     same = device.kind == setting.device_kind
@@ -142,10 +145,70 @@ def choose(setting: Setting, *, context: int | None, batch: int, gamma: int | No
     named = "" if same else f" for {setting.device_kind!r}"
     where = f"stored costs of the {device.name}{named}{estimated} at {context:,} tokens, batch {batch}, {setting.cache.kind} cache"
     compared = ", ".join(_shown(row) for row in rows)
-    reason = f"draft {AUTO}: {_with_gamma(best.draft, best.gamma)}, by {where}; expected ms a token: {compared}"
+    reason = f"draft {AUTO}: {_with_gamma(_settled(best), best.gamma)}, by {where}; expected ms a token: {compared}"
     if best is rows[0]:
         left_out.insert(0, f"no draft saves {MIN_SAVING:.0%}")
-    return DraftChoice(best.draft, best.gamma, "; ".join([reason, *left_out]))
+    return DraftChoice(_settled(best), best.gamma, "; ".join([reason, *left_out]))
+
+
+def choose_gammas(setting: Setting, draft: str, *, context: int | None, batch: int, gamma: int | None = None) -> DraftChoice:
+    """The numbers of drafts with which a token takes least time with a cascade that leaves one or both of them open: of a round, and of its
+    first draft at a time, which the text of the choice has.
+
+    Acceptance is what `qspec plan` assumes of a draft that is named. Where it assumes none, and where no stored cost holds, they are those
+    of `UNKNOWN` and `FIRST_GAMMA`.
+
+    Args:
+        setting: where the decode runs.
+        draft: the text of the cascade.
+        context, batch, gamma: as of `choose`.
+    """
+    first_gamma = first_gamma_of(draft)
+    found = _row_of_cascade(setting, draft, context, batch, GAMMAS if gamma is None else [gamma])
+    if isinstance(found, str):
+        gamma = UNKNOWN[1] if gamma is None else gamma
+        first_gamma, settled = (FIRST_GAMMA, with_first_gamma(draft, FIRST_GAMMA)) if first_gamma is None else (first_gamma, draft)
+        return DraftChoice(settled, gamma, f"draft {draft}: {_gammas(gamma, first_gamma)}, the default, as {found}")
+    device = setting.costed()
+    estimated = "" if device.measured and device.kind == setting.device_kind else ", ESTIMATES,"
+    where = f"stored costs of the {device.name}{estimated} at {context:,} tokens, batch {batch}, {setting.cache.kind} cache"
+    rests = f"acceptance ASSUMED {found.acceptance:g}, inner acceptance ASSUMED {found.inner_acceptance:g}"
+    expected = f"expected ms a token: {found.ms_per_token:.3g} ({rests})"
+    return DraftChoice(_settled(found), found.gamma, f"draft {draft}: {_gammas(found.gamma, found.first_gamma)}, by {where}; {expected}")
+
+
+def _row_of_cascade(setting: Setting, draft: str, context: int | None, batch: int, gammas: Sequence[int]) -> PlannedRow | str:
+    """What is expected of a cascade with the best of these gammas, or why nothing is."""
+    device = setting.costed()
+    if isinstance(device, str):
+        return device
+    if context is None:
+        return "the lengths of the rows are not known"
+    if why := without_kernels(setting.model):
+        return why
+    try:
+        found = _fastest(Planner(setting.model, device, 0, {}, {}), draft, setting, context, batch, gammas)
+    except InputError as error:
+        return str(error)
+    known = f"no acceptance is stored of a part of it ({found.note.removeprefix('give ')} of `qspec plan`)"
+    return known if found.ms_per_token is None else found
+
+
+def _fastest(planner: Planner, text: str, setting: Setting, context: int, batch: int, gammas: Sequence[int]) -> PlannedRow:
+    """The row of a draft with the best of these gammas, or the one that says why there is none."""
+    drafts = outlined(parse_draft(text), outline(setting.model), lambda: outline(setting.model, int4=True))
+    found = planner.drafted(text, drafts, setting.cache, context, batch, gammas)
+    return min(found, key=lambda row: row.ms_per_token or 0)
+
+
+def _settled(row: PlannedRow) -> str:
+    """The draft of a row, with how many tokens a cascade's first draft drafts at a time."""
+    left_open = row.first_gamma is not None and first_gamma_of(row.draft) is None
+    return with_first_gamma(row.draft, row.first_gamma) if left_open else row.draft
+
+
+def _gammas(gamma: int, first_gamma: int) -> str:
+    return f"{gamma} drafts a round, {first_gamma} of its first draft at a time"
 
 
 def _with_gamma(draft: str, gamma: int) -> str:
@@ -153,7 +216,8 @@ def _with_gamma(draft: str, gamma: int) -> str:
 
 
 def _shown(row: PlannedRow) -> str:
-    rests = "" if row.draft == NONE else f" ({row.gamma} drafts, acceptance ASSUMED {ACCEPTANCE[row.draft].rate:g})"
+    inner = "" if row.inner_acceptance is None else f", inner acceptance ASSUMED {row.inner_acceptance:g}"
+    rests = "" if row.draft == NONE else f" ({row.gamma} drafts, acceptance ASSUMED {row.acceptance:g}{inner})"
     return f"{row.draft} {row.ms_per_token:.3g}{rests}"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pallas_kernels.formats.views import BOTH_PLANES
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.models.config import LlamaConfig
+from qspec_jax.planning.heads import head_memory
 from qspec_jax.planning.operations import head_bytes, int4_bytes, layer_kinds, layer_weight_bytes, model_bytes
 from qspec_jax.planning.steps import OutlinedDraft
 
@@ -42,8 +43,9 @@ def memory_of(
     config: LlamaConfig, cache: CacheConfig, drafts: Sequence[OutlinedDraft], *, batch: int, context: int, new_tokens: int, gamma: int
 ) -> Memory:
     """The memory that decoding takes, all prompts prefilled at once, in bfloat16. drafts: all that a round may ask."""
-    steps = [each for each in drafts if each.model is not None]
-    shared = [each for each in steps if not each.model.own_model]
+    parts = [(part, gamma + each.beyond_gamma) for each in drafts for part in each.parts]
+    steps = [(part, appended) for part, appended in parts if part.model is not None]
+    shared = [each for each, _ in steps if not each.model.own_model]
     # Drafts of the target's own model have its INT4 weights in common, and those that step the same layers their head too.
     own = [i for i, bits in enumerate(zip(*(each.weight_bits for each in shared))) if 4 in bits]
     in_target = config.int4_weights or config.nested_weights
@@ -51,18 +53,19 @@ def memory_of(
     heads = {each.weight_bits for each in shared if each.head_bits == 8}
     decoding = 0 if config.int8_head else len(heads) * head_bytes(config, 8)  # made after prefill
     shapes = cache.outline(config, context + new_tokens, gamma)
-    for each in steps:
+    for each, appended in steps:
         own = each.model.step.model.config
         if each.model.own_model:
             changed = (layer_weight_bytes(own, bits, i) - layer_weight_bytes(own, 16, i) for i, bits in enumerate(each.weight_bits))
             draft += model_bytes(own) + sum(changed)
         if each.model.own_cache:
-            held, cache_read = each.model.holds(context, context + new_tokens, gamma), each.model.cache_read(shapes)
+            held, cache_read = each.model.holds(context, context + new_tokens, appended), each.model.cache_read(shapes)
             if each.model.own_model:
                 of_layers = enumerate(cache_read.reads_of_layer(i, held, held.full) for i in range(own.num_layers))
             else:  # the rings of other layers are the target's
                 of_layers = ((i, held) for i in cache_read.full_layers)
             draft += batch * sum(cache_read.bytes_of_reads(i, reads)[0] for i, reads in of_layers)
+    draft += sum(head_memory(part.head, batch=batch, appended=appended + 1) for part, appended in parts if part.head is not None)
     host = batch * shapes.num_host_bytes
     # While a layer is computed, the next is copied. The last one without a sliding window is copied if any is.
     reads = shapes.reads(BOTH_PLANES, context)

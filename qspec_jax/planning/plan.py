@@ -14,7 +14,7 @@ from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.prompts import bucket
 from qspec_jax.planning import timing
-from qspec_jax.planning.acceptance import GIVEN, keys_of, regardless
+from qspec_jax.planning.acceptance import GIVEN, keys_of, looks_up, regardless
 from qspec_jax.planning.devices import Device
 from qspec_jax.planning.operations import model_bytes, pass_work, prefill_work
 from qspec_jax.planning.plan_report import Best, Intensity, PlannedRow, Sizes, Status
@@ -37,6 +37,7 @@ def plan(
     caches: Sequence[str] = (),
     drafts: Sequence[str] = (),
     acceptances: Mapping[str, float] | None = None,
+    inner_acceptances: Mapping[str, float] | None = None,
     proposing: Mapping[str, float] | None = None,
     gammas: Sequence[int] = GAMMAS,
     max_new_tokens: int = 640,
@@ -52,6 +53,7 @@ def plan(
             int8 cache, if none are given.
         drafts: texts as --draft takes them; all of the registry with their default settings, if none are given.
         acceptances: the conditional acceptance of a draft by its text or its name, of all others by "".
+        inner_acceptances: likewise that of a cascade's first draft by its middle.
         proposing: likewise the share of rounds in which a draft that may have no proposal has one.
         gammas: drafts of a round.
         max_new_tokens: tokens that are decoded after each prompt.
@@ -86,7 +88,7 @@ def plan(
                 raise InputError(str(error) if str(error).startswith(f"draft {text!r}") else f"draft {text}: {error}") from None
             made[text] = error  # such as that it wants a checkpoint
     _check_proposing(proposing or {}, made)
-    planner = Planner(config, device, max_new_tokens, acceptances or {}, proposing or {})
+    planner = Planner(config, device, max_new_tokens, acceptances or {}, proposing or {}, inner_acceptances, inner_by_target=bool(drafts))
     report = dict(intensity=[], sizes=[], rows=[], best=[])
     for context in contexts:
         for text, found in made.items():
@@ -133,7 +135,7 @@ def _refused(draft: str, cache: CacheConfig) -> InputError | None:
 def _check_proposing(given: Mapping[str, float], made: Mapping[str, tuple[OutlinedDraft, ...] | InputError | None]) -> None:
     """Raises InputError where none of the drafts that a share of rounds is given for could lack a proposal."""
     planned = [
-        (keys_of(part, text), each)
+        (keys_of(looks_up(part), part, text), each.levels[0] if each.levels else each)
         for text, found in made.items()
         if isinstance(found, tuple)
         for part, each in zip(registry.texts_in(text), found, strict=True)
@@ -150,8 +152,9 @@ def _check_fits(each: OutlinedDraft, context: int, new_tokens: int) -> None:
     if most is not None and context + new_tokens > most:
         held = f"the {most:,} positions of its model"
         raise InputError(f"a context of {context:,} tokens and {new_tokens:,} new ones are more than {held}")
-    if each.model is not None:
-        each.model.check_capacity(bucket(context) + bucket(new_tokens))
+    for part in each.parts:
+        if part.model is not None:
+            part.model.check_capacity(bucket(context) + bucket(new_tokens))
 
 
 def intensity(config: LlamaConfig, device: Device, context: int, batch: int) -> Intensity:
@@ -195,7 +198,7 @@ def _best(rows: Sequence[PlannedRow], context: int, batch: int) -> Best:
     drafts = {each.draft for each in fitting} - {registry.NONE}
     rests_on = fitting if row.draft == registry.NONE else [row]
     assumed = tuple(dict.fromkeys(name for each in rests_on for name in each.assumed))
-    return Best(context, batch, row.draft, row.gamma, row.cache, row.speedup, len(drafts), assumed, others)
+    return Best(context, batch, row.draft, row.gamma, row.cache, row.speedup, len(drafts), assumed, others, row.first_gamma)
 
 
 def _notes(config: LlamaConfig, device: Device, batches: Sequence[int], rows: Sequence[PlannedRow]) -> list[str]:
@@ -229,6 +232,8 @@ def _notes(config: LlamaConfig, device: Device, batches: Sequence[int], rows: Se
             several = len(registry.texts_in(row.draft)) > 1  # whose source has the rate of each
             rate = "" if several else f" {row.acceptance:g}"
             notes.append(f"{row.draft}: acceptance{rate} is ASSUMED, {regardless(row.draft)}: {row.acceptance_source}")
+        if row.inner_acceptance is not None and row.inner_acceptance_source != GIVEN:
+            notes.append(f"{row.draft}: inner acceptance {row.inner_acceptance:g} is ASSUMED: {row.inner_acceptance_source}")
     return list(dict.fromkeys(notes))
 
 
@@ -247,6 +252,11 @@ def _notes_on_caches(caches: Mapping[str, CacheConfig], device: Device) -> list[
     return notes
 
 
+def _step_of(row: PlannedRow) -> str:
+    """What `PlannedRow.step_ms` is of."""
+    return f"a step of {row.draft}" if row.first_gamma is None else f"{row.first_gamma + 1} tokens of the middle of {row.draft}"
+
+
 def _tuning_notes(rows: Sequence[PlannedRow]) -> list[str]:
     """Which passes of one batch have attention that was tuned on the device and which have not; nothing where all are alike."""
 
@@ -254,7 +264,7 @@ def _tuning_notes(rows: Sequence[PlannedRow]) -> list[str]:
         targets = [row for row in rows if row.target_tuned is wanted]
         verified = sorted({row.gamma + 1 for row in targets if row.draft != registry.NONE})
         without = ["a token without a draft"] if any(row.draft == registry.NONE for row in targets) else []
-        steps = dict.fromkeys(f"a step of {row.draft}" for row in rows if row.step_tuned is wanted)
+        steps = dict.fromkeys(_step_of(row) for row in rows if row.step_tuned is wanted)
         return [*without, *steps, *([f"verifying {', '.join(map(str, verified))} tokens"] if verified else [])]
 
     tuned, others = those(True), those(False)

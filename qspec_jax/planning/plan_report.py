@@ -65,12 +65,14 @@ class PlannedRow:
         draft: its text, "none" without one.
         cache: the target's, as it was given.
         gamma: drafts of a round, 0 without a draft.
+        first_gamma: those that a cascade's first draft makes at a time; None for other drafts.
         status: whether it is planned.
         note: sentences on what the times leave out.
         acceptance: the conditional one, of `combine` that of its drafts together; None where it drafts nothing.
         acceptance_source: where it comes from.
+        inner_acceptance, inner_acceptance_source: the same of a cascade's first draft by its middle.
         proposing: the share of the rounds that have a proposal.
-        assumed: which of "acceptance" and "proposing" were not given.
+        assumed: which of "acceptance", "inner acceptance" and "proposing" were not given.
         kernels_measured: whether GPU kernels that read as it does were measured; if not, times are as if those that read everything did.
             None where nothing is planned.
         step_tuned, target_tuned: whether attention in a step and in a verification has configurations that were tuned on the device, see
@@ -78,7 +80,9 @@ class PlannedRow:
         accepted_of_drafted: the acceptance rate.
         tokens_per_round: tokens that a round emits for each row.
         prefill_s: seconds of prefill.
-        step_ms: one step of the draft's model, None without one.
+        step_ms: one step of the draft's model, None without one; of a cascade a pass of its middle.
+        first_step_ms: one step of the model of a cascade's first draft.
+        middle_passes: of a cascade's middle in a round.
         target_ms: a verification, or a step without a draft.
         copying_ms: the part of target_ms, all of it or less, in which the cache is copied from host memory.
         flush_ms, round_ms: a round's share of a flush, and a round with all of its drafts.
@@ -100,6 +104,8 @@ class PlannedRow:
     note: str = ""
     acceptance: float | None = None
     acceptance_source: str = ""
+    inner_acceptance: float | None = None
+    inner_acceptance_source: str = ""
     proposing: float | None = None
     assumed: tuple[str, ...] = ()
     kernels_measured: bool | None = None
@@ -109,6 +115,8 @@ class PlannedRow:
     tokens_per_round: float | None = None
     prefill_s: float | None = None
     step_ms: float | None = None
+    first_step_ms: float | None = None
+    middle_passes: float | None = None
     target_ms: float | None = None
     copying_ms: float | None = None
     flush_ms: float | None = None
@@ -120,6 +128,7 @@ class PlannedRow:
     memory: Memory | None = None
     max_rows: int | None = None
     longest_context: int | None = None
+    first_gamma: int | None = None
 
     @property
     def compared(self) -> bool:
@@ -134,6 +143,7 @@ class Best:
         context, batch: tokens of each prompt, and prompts.
         draft: the draft, "none" where decoding without one is fastest; None where nothing fits.
         gamma: its drafts of a round.
+        first_gamma: see `PlannedRow`.
         cache: the target's.
         speedup: see `PlannedRow`.
         drafts_compared: the number of drafts that fit and have figures.
@@ -150,3 +160,4 @@ class Best:
     drafts_compared: int = 0
     assumed: tuple[str, ...] = ()
     with_measured_kernels: "Best | None" = None
+    first_gamma: int | None = None

@@ -9,14 +9,27 @@ from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.prompts import bucket
 from qspec_jax.planning import timing
-from qspec_jax.planning.acceptance import ACCEPTANCE, GIVEN, PROPOSING, Chance, chance_of, regardless
+from qspec_jax.planning.acceptance import (
+    ACCEPTANCE,
+    GIVEN,
+    PROPOSING,
+    Chance,
+    chance_of,
+    inner_chance_of,
+    judged_by_target,
+    looks_up,
+    regardless,
+)
 from qspec_jax.planning.devices import Device
+from qspec_jax.planning.drafting import Place, drafting
+from qspec_jax.planning.heads import prefill_of_head
 from qspec_jax.planning.memory import Memory, largest, memory_of
 from qspec_jax.planning.plan_report import PlannedRow, Status
-from qspec_jax.planning.rounds import Asked, Rounds, expected_rounds
+from qspec_jax.planning.rounds import Asked, expected_rounds
 from qspec_jax.planning.steps import OutlinedDraft
 
 MEASURED = ("full", "int8")  # caches over whose kernels times were fitted
+FIRST_GAMMAS = (1, 2, 3, 4, 6, 8)  # of cascades that leave it open; those below a round's gamma
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +43,8 @@ class _Turns:
         acceptances: of the drafts that are reached.
         shares: the chances of a proposal, of those that may have none.
         notes: sentences on what is assumed.
+        inner: of a cascade that is reached, the acceptance of its first draft by its middle; None without one.
+        first: that draft, as the middle judges it.
     """
 
     drafts: tuple[OutlinedDraft, ...]
@@ -38,12 +53,19 @@ class _Turns:
     acceptances: tuple[Chance, ...]
     shares: tuple[Chance, ...]
     notes: tuple[str, ...]
+    inner: Chance | None = None
+    first: Asked | None = None
 
     @property
-    def model(self) -> OutlinedDraft | None:
-        """The draft that steps, if any is asked: the last, since one of a model has a proposal in every round."""
-        last = self.drafts[len(self.reached) - 1]
-        return last if last.model is not None else None
+    def last(self) -> OutlinedDraft:
+        """The last draft that is asked: the only one that may step, since one of a model has a proposal in every round."""
+        return self.drafts[len(self.reached) - 1]
+
+    @property
+    def last_texts(self) -> tuple[str, ...]:
+        """The texts of its parts."""
+        text = self.texts[len(self.reached) - 1]
+        return registry.levels_in(text) or (text,)
 
     @property
     def source(self) -> str:
@@ -57,7 +79,7 @@ class _Turns:
     @property
     def assumed(self) -> tuple[str, ...]:
         """See `PlannedRow.assumed`."""
-        found = {"acceptance": self.acceptances, "proposing": self.shares}
+        found = {"acceptance": self.acceptances, "inner acceptance": (self.inner,) if self.inner else (), "proposing": self.shares}
         return tuple(name for name, chances in found.items() if any(each.source != GIVEN for each in chances))
 
 
@@ -69,8 +91,22 @@ def _not_measured(parts: Sequence[str], device: Device, *, observes: bool) -> st
     return f"no kernel that reads or observes as {who} has been measured{there}; times are as if those that read everything did"
 
 
+def _with_first_gammas(turns: _Turns, gamma: int) -> list[_Turns]:
+    """The drafts with each number of drafts that a cascade's first one may make at a time, where its text leaves that open."""
+    text = turns.texts[len(turns.reached) - 1]
+    if not turns.last.levels or registry.first_gamma_of(text) is not None:
+        return [turns]
+    fitting = [number for number in FIRST_GAMMAS if number < gamma] or [1]
+    return [dataclasses.replace(turns, drafts=tuple(each.with_first_gamma(number) for each in turns.drafts)) for number in fitting]
+
+
 class Planner:
-    """Plans rows for one model and device; see `plan`."""
+    """Plans rows for one model and device; see `plan`.
+
+    Attributes:
+        inner: given chances that a cascade's middle accepts a draft of its first one, by what `keys_of` says.
+        inner_by_target: see `inner_chance_of`.
+    """
 
     def __init__(
         self,
@@ -79,9 +115,13 @@ class Planner:
         max_new_tokens: int,
         acceptances: Mapping[str, float],
         proposing: Mapping[str, float],
+        inner: Mapping[str, float] | None = None,
+        *,
+        inner_by_target: bool = True,
     ):
         self.config, self.device, self.max_new_tokens = config, device, max_new_tokens
-        self.acceptances, self.proposing = acceptances, proposing
+        self.acceptances, self.proposing, self.inner = acceptances, proposing, inner or {}
+        self.inner_by_target = inner_by_target
 
     def autoregressive(self, cache: CacheConfig, context: int, batch: int) -> PlannedRow:
         """A row for decoding without a draft."""
@@ -103,8 +143,10 @@ class Planner:
         batch: int,
         gammas: Sequence[int],
     ) -> list[PlannedRow]:
-        """A row for each gamma, or one that says why there is none. drafts: None without a model of their cost, or why they were not
-        made."""
+        """A row for each gamma, of a cascade that leaves it open for each of `FIRST_GAMMAS` too; or one that says why there is none.
+
+        drafts: None without a model of their cost, or why they were not made.
+        """
         row = PlannedRow(context, batch, text, cache.name, 0, Status.PLANNED)
         if isinstance(drafts, InputError):
             return [dataclasses.replace(row, status=Status.NOT_PLANNED, note=str(drafts))]
@@ -112,26 +154,37 @@ class Planner:
             return [dataclasses.replace(row, status=Status.NO_COST)]
         turns = self._turns(text, drafts)
         if isinstance(turns, str):
-            return [dataclasses.replace(row, status=Status.NO_ACCEPTANCE, note=f"give --acceptance {turns}=R")]
+            return [dataclasses.replace(row, status=Status.NO_ACCEPTANCE, note=f"give {turns}=R")]
         row = dataclasses.replace(row, acceptance_source=turns.source, assumed=turns.assumed)
-        return self._fitted([self._round(dataclasses.replace(row, gamma=gamma), cache, turns) for gamma in gammas], cache, drafts)
+        rows = [
+            self._round(dataclasses.replace(row, gamma=gamma), cache, each) for gamma in gammas for each in _with_first_gammas(turns, gamma)
+        ]
+        return self._fitted(rows, cache, drafts)
 
     def _turns(self, whole: str, drafts: tuple[OutlinedDraft, ...]) -> _Turns | str:
-        """The drafts as rounds ask them, or the name of one that is asked and of which no acceptance is known."""
-        texts, reached, acceptances, shares, notes = registry.texts_in(whole), [], [], [], []
+        """The drafts as rounds ask them, or an option and the name of one that is asked, which has to be given with it."""
+        texts, reached, acceptances, shares, notes, inner, first = registry.texts_in(whole), [], [], [], [], None, None
+
+        def share_of(text: str, named: str) -> float:
+            found = chance_of(text, self.proposing, PROPOSING, named, whole) or Chance(1.0, "nothing is known of it")
+            shares.append(found)
+            if found.source != GIVEN:
+                who = text if len(texts) > 1 or text != named else "it"
+                rounds = f"{who} is ASSUMED to have a proposal in {found.rate:.0%} of the rounds that ask it, {regardless(text)}"
+                notes.append(f"{rounds}: {found.source}")
+            return found.rate
+
         for i, (text, each) in enumerate(zip(texts, drafts, strict=True)):
-            acceptance = chance_of(text, self.acceptances, ACCEPTANCE, whole=whole)
+            judged = judged_by_target(text)
+            acceptance = chance_of(judged, self.acceptances, ACCEPTANCE, text, whole)
             if acceptance is None:
-                return registry.name_of(text)
-            share = 1.0
-            if not each.always_proposes:
-                found = chance_of(text, self.proposing, PROPOSING, whole=whole) or Chance(1.0, "nothing is known of it")
-                share = found.rate
-                shares.append(found)
-                if found.source != GIVEN:
-                    who = text if len(texts) > 1 else "it"
-                    rounds = f"{who} is ASSUMED to have a proposal in {share:.0%} of the rounds that ask it, {regardless(text)}"
-                    notes.append(f"{rounds}: {found.source}")
+                return f"--acceptance {registry.name_of(judged)}"
+            if each.levels:
+                inner = inner_chance_of(text, self.inner, whole, by_target=self.inner_by_target)
+                if inner is None:
+                    return f"--inner-acceptance {registry.name_of(looks_up(text))}"
+                first = Asked(inner.rate, 1.0 if each.levels[0].always_proposes else share_of(looks_up(text), text))
+            share = 1.0 if each.always_proposes else share_of(text, text)
             reached.append(Asked(acceptance.rate, share))
             acceptances.append(acceptance)
             if share == 1:
@@ -139,56 +192,51 @@ class Planner:
                     alone, kept = " and ".join(texts[: i + 1]), "though what it keeps takes memory"
                     notes.append(f"it drafts what {alone} alone would: {' and '.join(never)} after that is never asked, {kept}")
                 break
-        return _Turns(drafts, texts, tuple(reached), tuple(acceptances), tuple(shares), tuple(notes))
+        return _Turns(drafts, texts, tuple(reached), tuple(acceptances), tuple(shares), tuple(notes), inner, first)
 
     def _round(self, row: PlannedRow, cache: CacheConfig, turns: _Turns) -> PlannedRow:
         """The row with the times of a round of its gamma."""
         rounds = expected_rounds(cache.schedule_for(self.config.head_dim), row.gamma, *turns.reached, batch=row.batch)
-        step_s, step_tuned, drafting_s = None, None, 0.0
         # Kernels that read listed groups were timed on Hopper alone, and only there are any that observe.
         on_hopper = self.device.kernels == "mosaic_gpu"
         observing = [text for text, each in zip(turns.texts, turns.drafts, strict=True) if each.observes]
         unmeasured = [] if on_hopper else list(observing)
         where = self._where(row.context, row.batch)
-        if turns.model is not None:
-            cost = timing.draft_cost(self.device, turns.model, self.config, cache, **where)
-            step_s, step_tuned = self._seconds(cost), timing.tuned(self.device, cost)
-            drafting_s = self._drafting(row, cache, turns.model, rounds, step_s)
-            step = turns.model.reads(cache.outline(self.config, row.context + 1), row.context + 1)
-            if not step.kernels_measured or (step.listed and not on_hopper):
-                unmeasured.append(turns.texts[len(turns.reached) - 1])
-        notes = list(turns.notes)
+        drafts = drafting(Place(self.device, self.config, cache, **where), turns.last, rounds, row.gamma, turns.first)
+        for text, part in zip(turns.last_texts, turns.last.parts, strict=True):
+            if part.model is not None:
+                step = part.reads(cache.outline(self.config, row.context + 1), row.context + 1)
+                if not step.kernels_measured or (step.listed and not on_hopper):
+                    unmeasured.append(text)
+        notes, heads = list(turns.notes), any(part.head is not None for part in turns.last.parts)
+        if heads:
+            notes.append("no head has been timed on a GPU; its layers are counted as those of a target")
         if unmeasured:
-            parts = list(dict.fromkeys(unmeasured)) if len(turns.texts) > 1 else []
+            parts = list(dict.fromkeys(unmeasured)) if len(turns.texts) > 1 or turns.last.levels else []
             notes.append(_not_measured(parts, self.device, observes=bool(observing)))
         target = timing.target_cost(self.device, self.config, cache, **where, tokens=row.gamma + 1, observe=bool(observing))
         target_s = self._seconds(target)
         flush_s = rounds.flushes * self._seconds(timing.flush_cost(self.config))
-        round_s = drafting_s + target_s + flush_s + timing.FITTED.round
+        round_s = drafts.seconds + target_s + flush_s + timing.FITTED.round
         row = dataclasses.replace(
             row,
             note="; ".join(notes),
-            kernels_measured=not unmeasured and cache.kind in MEASURED,
-            step_tuned=step_tuned,
+            kernels_measured=not unmeasured and not heads and cache.kind in MEASURED,
+            step_tuned=None if drafts.step is None else timing.tuned(self.device, drafts.step),
             target_tuned=timing.tuned(self.device, target),
             copying_ms=1e3 * target.copying,
             acceptance=turns.reached[0].acceptance if len(turns.reached) == 1 else rounds.acceptance,
             proposing=rounds.proposing,
+            first_gamma=turns.last.draft.at_once(row.gamma) if turns.last.levels else None,
+            first_step_ms=None if drafts.first_step is None else 1e3 * self._seconds(drafts.first_step),
+            middle_passes=drafts.middle_passes,
+            inner_acceptance=turns.inner and turns.inner.rate,
+            inner_acceptance_source=turns.inner.source if turns.inner else "",
             tokens_per_round=rounds.tokens,
             accepted_of_drafted=rounds.accepted_of_drafted,
         )
+        step_s = None if drafts.step is None else self._seconds(drafts.step)
         return self._timed(row, turns.drafts, target_s=target_s, step_s=step_s, flush_s=flush_s, round_s=round_s, tokens=rounds.tokens)
-
-    def _drafting(self, row: PlannedRow, cache: CacheConfig, draft: OutlinedDraft, rounds: Rounds, step_s: float) -> float:
-        """Seconds of the passes of a draft's model in a round. It reads first what it lacks of the text: after a round in which it was not
-        asked it must catch up on all that round emitted."""
-        width = draft.model.first_pass
-        if width == 1:
-            return rounds.steps * step_s
-        where = self._where(row.context, row.batch)
-        first_s = self._seconds(timing.draft_cost(self.device, draft, self.config, cache, **where, tokens=width))
-        catching_up = (1 - rounds.asked) * rounds.tokens / width
-        return (rounds.passes[0] + catching_up) * first_s + sum(rounds.passes[1:]) * step_s
 
     def _where(self, context: int, batch: int) -> dict[str, int]:
         """Arguments of `timing.target_cost` and `timing.draft_cost`. Rows have room for what the engine pads prompts and new tokens to."""
@@ -217,9 +265,11 @@ class Planner:
             tokens: that a round emits for a row.
         """
         prefill = self._seconds(timing.prefill_cost(self.device, self.config, batch=row.batch, tokens=bucket(row.context)))
-        for each in (each.model for each in drafts if each.model is not None and each.model.own_model):
+        parts = [part for each in drafts for part in each.parts]
+        for each in (each.model for each in parts if each.model is not None and each.model.own_model):
             read = bucket(each.reads_of_prompt(row.context))
             prefill += timing.prefill_cost(self.device, each.step.model.config, batch=row.batch, tokens=read).floor  # in the same call
+        prefill += sum(prefill_of_head(self.device, each.head, batch=row.batch, tokens=row.context).floor for each in parts if each.head)
         return dataclasses.replace(
             row,
             prefill_s=prefill,

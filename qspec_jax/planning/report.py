@@ -53,8 +53,10 @@ class PlanReport:
         )
         notes = [
             "intensity: FLOPs per byte, with a bfloat16 cache; below the ridge memory binds. attention's share is of the time by bytes and",
-            "FLOPs, in decoding. times: a draft's step, a verification (or a step without a draft), a token of each row. accepted: the",
-            "chance that a draft is, given those before it, and the share of all that are drafted. speed-up: over the faster of decoding",
+            "FLOPs, in decoding. gamma: drafts of a round, and of a cascade those of its first draft at a time. times: a draft's step (of",
+            "a cascade a pass of its middle), a verification (or a step without a draft), a token of each row. accepted: the chance that a",
+            "draft is, given those before it, and the share of all that are drafted; inner: the same chance of a cascade's first draft by",
+            "its middle. speed-up: over the faster of decoding",
             "without a draft over a full or an int8 cache, as named, if it fits. rows: the most of this context that fit; longest: the",
             f"longest context of this batch that does, with {self.max_new_tokens:,} new tokens and all prompts prefilled at once.",
         ]
@@ -130,7 +132,10 @@ def _rows(report: PlanReport) -> Table:
         accepted = "-" if row.acceptance is None else f"{row.acceptance:.2f} ({row.accepted_of_drafted or 0:.2f})"
         step = "-" if row.step_ms is None else f"{row.step_ms:,.2f}"
         speedup = "-" if row.speedup is None else f"{row.speedup:.2f}x {row.baseline}"
-        figures = [str(row.gamma or "-"), accepted, step, f"{row.target_ms:,.2f}"]
+        if row.inner_acceptance is not None:
+            accepted += f"\ninner {row.inner_acceptance:.2f}"
+        gamma = str(row.gamma or "-") if row.first_gamma is None else f"{row.gamma}, {row.first_gamma}"
+        figures = [gamma, accepted, step, f"{row.target_ms:,.2f}"]
         figures += [f"{row.ms_per_token:,.2f}", f"{row.tokens_per_second:,.0f}"]
         room = [f"{row.prefill_s:,.2f}", f"{row.memory.total / 1e9:,.1f}", f"{row.max_rows:,}", f"{row.longest_context:,}"]
         found.add_row(*name, *figures, speedup, *room, "" if row.status == Status.PLANNED else row.status)
@@ -156,7 +161,8 @@ def _best(report: PlanReport) -> Text:
         else:
             gain = "" if best.speedup is None else f", {best.speedup:.2f} times as fast"
             over = "" if best.cache == "int8" else f", over the {best.cache} cache"
-            lines.append(where + f"{best.draft} with {best.gamma} drafts a round{over}{gain}{_assumed(best)}")
+            at_once = "" if best.first_gamma is None else f", {best.first_gamma} of its first draft at a time"
+            lines.append(where + f"{best.draft} with {best.gamma} drafts a round{at_once}{over}{gain}{_assumed(best)}")
             if (other := best.with_measured_kernels) and other.draft is not None:
                 way = f"no draft, over the {other.cache} cache" if other.draft == NONE else f"{other.draft} with {other.gamma}"
                 lines.append(f"    by kernels that were not measured; of the others, {way}, {other.speedup:.2f} times{_assumed(other)}")

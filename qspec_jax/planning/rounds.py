@@ -7,6 +7,7 @@ near the next flush (`qspec_jax/caches/schedule.py`). A draft may have no propos
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,6 +34,8 @@ class Rounds:
         drafted: proposed for a row.
         proposing, rejected: the chance that a row's round has a proposal, and that verification rejects one of its tokens.
         asked: the chance that a round asks the last draft.
+        allowed: the chance that the schedule allows a row's round 0, 1, ... drafts.
+        emitted: the chance that a row's round emits 1, 2, ... tokens.
         passes: the chance, for each token k of the last draft, that the batch takes its pass, because some row asks it and may use k + 1
             tokens.
         flushes: the chance that some row of the batch flushes.
@@ -45,6 +48,8 @@ class Rounds:
     asked: float
     passes: tuple[float, ...]
     flushes: float
+    allowed: tuple[float, ...]
+    emitted: tuple[float, ...]
 
     @property
     def steps(self) -> float:
@@ -61,6 +66,23 @@ class Rounds:
     def accepted_of_drafted(self) -> float | None:
         """The acceptance rate; None where nothing is drafted."""
         return (self.tokens - 1) / self.drafted if self.drafted else None
+
+    def passes_over_emitted(self, width: int) -> float:
+        """Passes of `width` tokens in which a model reads what a round has emitted."""
+        return sum(chance * math.ceil(tokens / width) for tokens, chance in enumerate(self.emitted, 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class InnerRounds:
+    """Means over the rounds of a cascade, whose middle draft verifies what the first one drafts.
+
+    Attributes:
+        passes: of the middle that the batch takes in a round.
+        proposals: of the first draft in a round that have room for 1, 2, ... drafts in some row.
+    """
+
+    passes: float
+    proposals: tuple[float, ...]
 
 
 @functools.cache
@@ -82,7 +104,8 @@ def expected_rounds(schedule: Schedule, gamma: int, *drafts: Asked, batch: int =
         chances = emitted(gamma)
         tokens = float(chances @ np.arange(1, gamma + 2))
         rejected = sum(chance * (1 - rate**gamma) for chance, rate in used)
-        return Rounds(tokens, proposing * gamma, proposing, rejected, last, passes([1.0] * gamma), 0.0)
+        allowed = (*[0.0] * gamma, 1.0)
+        return Rounds(tokens, proposing * gamma, proposing, rejected, last, passes([1.0] * gamma), 0.0, allowed, tuple(chances.tolist()))
     G = schedule.flush_size
     # A row buffers G tokens after a flush, and its rounds end at exactly 2G: none has more drafts than there is room for.
     visits = np.zeros(2 * G + 1)
@@ -96,7 +119,35 @@ def expected_rounds(schedule: Schedule, gamma: int, *drafts: Asked, batch: int =
     reached = [visits[eligible >= k].sum() / rounds for k in range(1, gamma + 1)]
     drafted = proposing * float(visits @ eligible / rounds)
     rejected = sum(chance * float(visits @ (1 - rate**eligible) / rounds) for chance, rate in used)
-    return Rounds(float(G / rounds), drafted, proposing, rejected, last, passes(reached), float(1 - (1 - 1 / rounds) ** batch))
+    allowed = [float(visits[eligible == m].sum() / rounds) for m in range(gamma + 1)]
+    by_tokens = sum(chance * np.pad(emitted(m), (0, gamma - m)) for m, chance in enumerate(allowed))
+    flushes = float(1 - (1 - 1 / rounds) ** batch)
+    means = float(G / rounds), drafted, proposing, rejected, last, passes(reached), flushes
+    return Rounds(*means, tuple(allowed), tuple(by_tokens.tolist()))
+
+
+@functools.cache
+def inner_rounds(allowed: tuple[float, ...], first_gamma: int, first: Asked, *, batch: int = 1) -> InnerRounds:
+    """The mean round of a cascade, whose middle verifies up to first_gamma drafts of the first one in a pass, and adds a token of its own,
+    until the round has its drafts. allowed: see `Rounds`. first: the first draft, as the middle judges it."""
+    rows = np.zeros((len(allowed), len(allowed)))  # the chance that a row's round with m drafts has d of them
+    rows[:, 0] = allowed
+    passes, proposals = 0.0, np.zeros(first_gamma)
+    left = np.subtract.outer(np.arange(len(allowed)), np.arange(len(allowed)))
+
+    def any_row(those: np.ndarray) -> float:
+        return float(1 - (1 - min(1.0, rows[those].sum())) ** batch)
+
+    while (share := any_row(left > 0)) > 0:
+        passes += share
+        proposals += [any_row(left > j) for j in range(1, first_gamma + 1)]
+        after = np.zeros_like(rows)
+        for m, d in zip(*np.nonzero((left > 0) & (rows > 0))):
+            # The place of the middle's own token is never drafted for.
+            chances = _emitted(min(first_gamma, m - d - 1), [(first.proposing, first.acceptance)])
+            after[m, d + 1 : d + 1 + len(chances)] += rows[m, d] * chances
+        rows = after
+    return InnerRounds(passes, tuple(proposals.tolist()))
 
 
 def _emitted(most: int, used: Sequence[tuple[float, float]]) -> np.ndarray:

@@ -7,11 +7,14 @@ model that says how much it proposes (`Draft.proposes`).
 
 import dataclasses
 from collections.abc import Callable
+from typing import Self
 
 from pallas_kernels.formats.views import BOTH_PLANES
 from pallas_kernels.formats.weights import Int4Weight
 from qspec_jax.caches.cache import Cache, Reads
+from qspec_jax.drafts.cascade import CascadeDraft
 from qspec_jax.drafts.draft import Draft, ModelDraft, Proposes
+from qspec_jax.drafts.eagle3 import Eagle3Draft
 from qspec_jax.drafts.registry import DraftSettings
 from qspec_jax.drafts.step_bytes import cache_bytes_of_step, reads_of_step, skipped_by
 from qspec_jax.errors import InputError
@@ -68,10 +71,38 @@ def own_step(config: LlamaConfig, cache: Cache, tokens: int) -> StepReads:
 
 @dataclasses.dataclass(frozen=True)
 class OutlinedDraft:
-    """A draft of an outline. weight_bits: of each layer of its model, 4 or 16; none without a model."""
+    """A draft of an outline.
+
+    Attributes:
+        draft: the draft.
+        weight_bits: of each layer of its model, 4 or 16; none without a model.
+        levels: the first draft and the middle of a cascade; none of any other.
+    """
 
     draft: Draft
     weight_bits: tuple[int, ...] = ()
+    levels: tuple["OutlinedDraft", ...] = ()
+
+    @property
+    def parts(self) -> tuple["OutlinedDraft", ...]:
+        """The drafts that it is made of, whose weights and caches it has: those of its levels, or itself."""
+        return self.levels or (self,)
+
+    @property
+    def beyond_gamma(self) -> int:
+        """Tokens that the caches of its drafts have room for beyond those of a round, since a cascade's blocks may extend beyond it."""
+        return self.draft.first_gamma if isinstance(self.draft, CascadeDraft) else 0
+
+    def with_first_gamma(self, first_gamma: int) -> Self:
+        """The draft with another number of drafts that a cascade's first one makes at a time; any other as it is."""
+        if not isinstance(self.draft, CascadeDraft):
+            return self
+        return dataclasses.replace(self, draft=dataclasses.replace(self.draft, first_gamma=first_gamma))
+
+    @property
+    def head(self) -> Eagle3Draft | None:
+        """The draft, if it goes by passes of a head that reads the target's hidden states."""
+        return self.draft if isinstance(self.draft, Eagle3Draft) else None
 
     @property
     def model(self) -> ModelDraft | None:
@@ -109,20 +140,25 @@ def outlined(settings: DraftSettings, model: Llama, int4: Callable[[], Llama]) -
     """The draft of an outline: the drafts that its rounds ask in turn. None where one of them says nothing of how much it proposes.
 
     model: an outline of the target; int4: makes one in INT4. Raises InputError for a setting that does not fit the model, for a checkpoint
-    of a draft's own whose config cannot be read, for an oracle, and for steps that skip layers. A draft's `make` should pass weights on
-    without computing with them, and load a checkpoint of its own by `drafts.own_model`; one that has to compute raises an InputError where
-    they are `jax.ShapeDtypeStruct`s, and is then listed with that reason.
+    of a draft's own whose config cannot be read, for an oracle, for steps that skip layers, and for a cascade that begins with a `combine`.
+    A draft's `make` should pass weights on without computing with them, and load a checkpoint of its own by `drafts.own_model`; one that
+    has to compute raises an InputError where they are `jax.ShapeDtypeStruct`s, and is then listed with that reason.
     """
-    drafts = settings.make(model, int4).in_turn()
-    if any(isinstance(draft, ModelDraft) and draft.oracle for draft in drafts):
+    drafts = tuple(map(outlined_draft, settings.make(model, int4).in_turn()))
+    parts = [part.draft for each in drafts for part in each.parts]
+    if any(isinstance(draft, ModelDraft) and draft.oracle for draft in parts):
         raise InputError("an oracle, to measure other drafts by: it saves no time")
-    if any(map(skipped_by, drafts)):
+    if any(map(skipped_by, parts)):
         raise InputError("no cost is known of steps that skip layers")
-    return None if any(draft.proposes is None for draft in drafts) else tuple(map(outlined_draft, drafts))
+    if any(len(draft.in_turn()) > 1 for draft in parts):
+        raise InputError("no cost is known of a cascade whose first draft is a combine")
+    return None if any(draft.proposes is None for draft in parts) else drafts
 
 
 def outlined_draft(draft: Draft) -> OutlinedDraft:
-    """A draft that is made, of an outline or of a model with weights, which is not made of others."""
+    """A draft that is made, of an outline or of a model with weights: no `combine`, whose drafts are asked in turn."""
+    if isinstance(draft, CascadeDraft):
+        return OutlinedDraft(draft, levels=(outlined_draft(draft.first), outlined_draft(draft.middle)))
     if not isinstance(draft, ModelDraft):
         return OutlinedDraft(draft)
 

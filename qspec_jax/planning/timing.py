@@ -152,7 +152,7 @@ def pass_cost(device: Device, reads: StepReads, group_size: int, *, batch: int =
     counts = Counter({("layer_one_row" if rows == 1 else "layer_rows"): len(reads.layers) - len(quantized)})
     counts["layer_batch"] = (batch - 1) * len(reads.layers)
     of_cache = math.ceil(tokens / MAX_ROUND_TOKENS) * batch * reads.cache_bytes / device.read_bytes_per_s
-    cost = Cost(_roofline(device, rest) + of_cache, counts, batch * reads.host_bytes / device.host_bytes_per_s)
+    cost = Cost(roofline(device, rest) + of_cache, counts, batch * reads.host_bytes / device.host_bytes_per_s)
     for number, count in int4.items():
         cost += count * _int4_layer(device, c, number, rows)
     for layer, count in Counter(reads.layers).items():
@@ -178,7 +178,8 @@ def target_cost(
     return pass_cost(device, reads, cache.group_size_for(target.head_dim), batch=batch, tokens=tokens, observe=observe)
 
 
-def _roofline(device: Device, work: Work) -> float:
+def roofline(device: Device, work: Work) -> float:
+    """Seconds of work, by its bytes or its FLOPs, whichever take longer."""
     return max(work.bytes / device.read_bytes_per_s, work.flops / (device.flops_per_s * FITTED.prefill_share))
 
 
@@ -290,4 +291,4 @@ def flush_cost(config: LlamaConfig) -> Cost:
 def prefill_cost(device: Device, config: LlamaConfig, *, batch: int, tokens: int) -> Cost:
     """Prefill of prompts of one length."""
     work = prefill_work(config, batch=batch, tokens=tokens).total
-    return Cost(_roofline(device, work), Counter(prefill_call=1))
+    return Cost(roofline(device, work), Counter(prefill_call=1))

@@ -1,0 +1,95 @@
+"""What passes of an EAGLE-3 head read and take, and the memory that it holds, known from its shape alone.
+
+No head has been timed on a GPU. A layer of a head is counted as one of a target, with its own weights or with INT4 matmuls of a launch
+each; what makes its logits, and what fuses features, by their bytes and FLOPs.
+"""
+
+import dataclasses
+from collections import Counter
+
+from pallas_kernels.formats.weights import Int4Weight, Int8Weight
+from qspec_jax.caches.cache import Reads
+from qspec_jax.caches.compact import CompactCache
+from qspec_jax.drafts.eagle3 import Eagle3Draft
+from qspec_jax.drafts.sink_window import tokens_of_sinks
+from qspec_jax.drafts.step_bytes import ITEM_BYTES, bytes_of
+from qspec_jax.models.config import LlamaConfig
+from qspec_jax.models.eagle3 import Eagle3Head
+from qspec_jax.planning.devices import Device
+from qspec_jax.planning.operations import Work, linear_shapes
+from qspec_jax.planning.timing import Cost, attention_cost, int4_matmul_cost, roofline
+
+OF_FEATURES = ("fc", "fc_norms", "input_norm")
+
+
+def head_cost(device: Device, draft: Eagle3Draft, *, context: int, batch: int, tokens: int) -> Cost:
+    """A pass of the head over `tokens` pairs of each row, after a text of `context` tokens, without fusing features."""
+    head, rows = draft.head, batch * tokens
+    config, reads = head.config, Reads(0, 0, min(context, draft.sinks + draft.window) + tokens)
+    weights = {path: weight for path, weight in head.weights().items() if path != "embedding" and not _fuses(path)}
+    in_int4 = {path for path, weight in weights.items() if isinstance(weight, Int4Weight)}
+    own = Work(
+        2.0 * rows * _numbers(head),
+        bytes_of({path: weight for path, weight in weights.items() if path not in in_int4}),
+        rows * ITEM_BYTES * (config.hidden_size + head.settings.draft_vocab_size),
+    )
+    layer = "layer_one_row" if rows == 1 else "layer_rows"
+    # Two norms, RoPE, the gated activation.
+    counts = Counter({"launch_small": 4 * config.num_layers} if in_int4 else {layer: config.num_layers})
+    counts["layer_batch"] = (batch - 1) * config.num_layers
+    cost = Cost(roofline(device, own) + batch * _cache_bytes(config, reads) / device.read_bytes_per_s, counts)
+    for out, inputs in (shape for i in range(config.num_layers if in_int4 else 0) for shape in _shapes(head, i)):
+        cost += int4_matmul_cost(device, out, inputs, rows)
+    return cost + config.num_layers * attention_cost(device, config, reads, 1, batch=batch, tokens=tokens)
+
+
+def fusing_cost(device: Device, draft: Eagle3Draft, *, batch: int, tokens: int) -> Cost:
+    """Fusing the target's features of `tokens` tokens of each row into what a pass of the head is given."""
+    settings, rows = draft.head.settings, batch * tokens
+    weights = {path: weight for path, weight in draft.head.weights().items() if _fuses(path)}
+    numbers = settings.layers.hidden_size * settings.feature_size
+    activations = rows * ITEM_BYTES * (settings.layers.hidden_size + settings.feature_size)
+    return Cost(roofline(device, Work(2.0 * rows * numbers, bytes_of(weights), activations)))
+
+
+def prefill_of_head(device: Device, draft: Eagle3Draft, *, batch: int, tokens: int) -> Cost:
+    """Reading the pairs of prompts of `tokens` tokens that the head's window holds, besides the launches of the call."""
+    read = min(tokens, draft.sinks + draft.window)
+    fused = fusing_cost(device, draft, batch=batch, tokens=read)
+    return Cost(fused.floor + head_cost(device, draft, context=0, batch=batch, tokens=read).floor)
+
+
+def head_memory(draft: Eagle3Draft, *, batch: int, appended: int) -> int:
+    """Bytes of the head's own weights, which are those that are not the target's, and of its keys and values. appended: tokens that a round
+    appends to these."""
+    head, settings = draft.head, draft.head.settings
+    weights, same_width = dict(head.weights()), settings.layers.hidden_size == settings.target_hidden_size
+    if same_width:  # the embedding is the target's, see `load_head`
+        weights.pop("embedding")
+    if same_width and settings.has_whole_vocabulary and not isinstance(weights["head"], Int8Weight):
+        weights.pop("head")
+    held = Reads(0, 0, draft.sinks + draft.window + tokens_of_sinks(draft.sinks) + appended)
+    return bytes_of(weights) + batch * _cache_bytes(head.config, held)
+
+
+def _cache_bytes(config: LlamaConfig, reads: Reads) -> int:
+    """Bytes of these keys and values of a row, in all layers of a head. Its window is no sliding window of the cache."""
+    cache = CompactCache.outline(dataclasses.replace(config, sliding_layers=(), sliding_window=None), "full")
+    return sum(cache.bytes_of_reads(layer, reads)[0] for layer in range(config.num_layers))
+
+
+def _fuses(path: str) -> bool:
+    """Whether a weight is one of those that fuse the target's features."""
+    return path.partition(".")[0] in OF_FEATURES
+
+
+def _shapes(head: Eagle3Head, layer: int) -> list[tuple[int, int]]:
+    """Outputs and inputs of the matmuls of a layer; the first layer reads the embedding of a token beside the hidden state."""
+    (qkv, inputs), *others = linear_shapes(head.config, layer)
+    return [(qkv, inputs if layer else 2 * inputs), *others]
+
+
+def _numbers(head: Eagle3Head) -> int:
+    """Numbers by which a pair is multiplied."""
+    layers = sum(out * inputs for i in range(head.config.num_layers) for out, inputs in _shapes(head, i))
+    return layers + head.settings.draft_vocab_size * head.config.hidden_size
