@@ -1,6 +1,5 @@
 """INT4 and nested weights, quantized and compared some rows at a time: both take several float32 copies of the rows."""
 
-import functools
 import operator
 from collections.abc import Callable, Iterator
 
@@ -9,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.formats.weights import Int4Weight, NestedWeight, dequantize_weight
-from qspec_jax.quantization.weights import quantize_nested, quantize_weight
+from qspec_jax.quantization.weights import quantize_weight
 
 ROWS_SIZE = 1 << 22  # numbers of a weight at a time
-SLACK = {quantize_weight: 1e-3, quantize_nested: 1e-4}  # shares of a group's range that a stored weight may err more
 
 
 def quantize_by_rows(weight: np.ndarray, quantize: Callable = quantize_weight) -> Int4Weight | NestedWeight:
@@ -27,12 +25,13 @@ def quantize_by_rows(weight: np.ndarray, quantize: Callable = quantize_weight) -
 def stored_error(stored: Int4Weight | NestedWeight, weight: np.ndarray) -> float:
     """The error of a stored INT4 or nested weight divided by the allowed error; more than 1 is wrong.
 
-    It is the maximum over all groups of root mean square errors. Allowed are 1.01 times the error of quantizing the weight again, plus a
-    share of the group's range (`SLACK`) and float32's rounding, since XLA may add in another order. Groups of the weight that are not finite do
+    Of a nested weight each number may err by half a step of the lower plane, and by what bfloat16 rounds of the largest of its group. Of an
+    INT4 weight it is the maximum over all groups of root mean square errors. Allowed are 1.01 times the error of quantizing the weight again, plus a
+    thousandth of the group's range and float32's rounding, since XLA may add in another order. Groups of the weight that are not finite do
     not count.
     """
     host = jax.tree.map(np.asarray, stored)
-    largest_error = functools.partial(_largest_error, quantize=quantize_nested if isinstance(stored, NestedWeight) else quantize_weight)
+    largest_error = _largest_nested_error if isinstance(stored, NestedWeight) else _largest_error
     worst = 0.0
     for rows, part in _parts(weight):
         codes = jax.tree.map(lambda x: _padded(x[rows], len(part)), host)  # noqa: B023
@@ -40,9 +39,24 @@ def stored_error(stored: Int4Weight | NestedWeight, weight: np.ndarray) -> float
     return worst
 
 
-@functools.partial(jax.jit, static_argnames="quantize")
-def _largest_error(stored: Int4Weight | NestedWeight, weight: jax.Array, *, quantize: Callable) -> jax.Array:
-    size = 2 * (stored.upper if isinstance(stored, NestedWeight) else stored).codes.shape[-1]
+@jax.jit
+def _largest_nested_error(stored: NestedWeight, weight: jax.Array) -> jax.Array:
+    size = 2 * stored.lower.shape[-1]
+
+    def split(x: jax.Array) -> jax.Array:
+        return jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -x.shape[1] % size)), mode="edge").reshape(len(x), -1, size)
+
+    groups, found = split(weight), split(dequantize_weight(stored, jnp.float32))
+    step = stored.upper.scale[..., None].astype(jnp.float32) / stored.steps
+    rounding = jnp.finfo(jnp.bfloat16).eps * jnp.abs(groups).max(-1, keepdims=True)
+    ratio = jnp.abs(found - groups) / (step / 2 + rounding + jnp.finfo(jnp.float32).tiny)
+    ratio = jnp.where(jnp.isnan(ratio), jnp.inf, ratio)
+    return jnp.where(jnp.isfinite(groups).all(-1, keepdims=True), ratio, 0).max()
+
+
+@jax.jit
+def _largest_error(stored: Int4Weight, weight: jax.Array) -> jax.Array:
+    size = 2 * stored.codes.shape[-1]
 
     def split(x: jax.Array) -> jax.Array:
         return jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -x.shape[1] % size)), mode="edge").reshape(len(x), -1, size)
@@ -54,14 +68,14 @@ def _largest_error(stored: Int4Weight | NestedWeight, weight: jax.Array, *, quan
     def scaled(x: jax.Array) -> jax.Array:
         return jnp.ldexp(x, -exponent)
 
-    def rms_error(w: Int4Weight | NestedWeight) -> jax.Array:
+    def rms_error(w: Int4Weight) -> jax.Array:
         return jnp.sqrt(jnp.square(scaled(split(dequantize_weight(w, jnp.float32))) - scaled(groups)).mean(-1))
 
-    error, expected = rms_error(stored), rms_error(quantize(weight))
+    error, expected = rms_error(stored), rms_error(quantize_weight(weight))
     width = scaled(groups).max(-1) - scaled(groups).min(-1)
     float32 = jnp.finfo(jnp.float32)
     rounding = 4 * float32.eps + 4 * scaled(jnp.full_like(exponent, float32.tiny, jnp.float32))[..., 0]
-    ratio = error / (1.01 * expected + SLACK[quantize] * width + rounding)
+    ratio = error / (1.01 * expected + 1e-3 * width + rounding)
     ratio = jnp.where(jnp.isnan(ratio), jnp.inf, ratio)
     return jnp.where(jnp.isfinite(groups).all(-1), ratio, 0).max()
 

@@ -14,11 +14,12 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -28,7 +29,7 @@ from pallas_kernels.formats.weights import Int4Weight, NestedWeight
 from qspec_jax.checkpoints import converted
 from qspec_jax.checkpoints.converted import DRAFT, MANIFEST, TARGET, Manifest
 from qspec_jax.checkpoints.hub import SMALL_FILES, local
-from qspec_jax.checkpoints.loading import default_dtype, log_nested, log_packed, open_source, packed_paths
+from qspec_jax.checkpoints.loading import default_dtype, load_model, log_nested, log_packed, open_source, packed_paths
 from qspec_jax.checkpoints.small_files import write_small_files
 from qspec_jax.checkpoints.source import WeightSource
 from qspec_jax.checkpoints.tokenizers import has_tokenizer, tokenizer_problem
@@ -122,13 +123,17 @@ def convert(
     nested = frozenset(filter(is_linear, opened.places)) if choice.linears == NESTED else frozenset()
     if nested and draft_bits == 4:
         raise InputError(f"weights {NESTED}: a draft reads their upper 4 bits; convert without one (--draft-bits 16)")
-    if nested:
+    rounded = {}
+    if nested and choice.calibration:
+        weights = load_model(folder, dtype=wanted, weights=weights, progress=progress).weights()
+        rounded = {path: jax.device_get(weights[path]) for path in nested}
+    elif nested:
         log_nested(source)
     if has_tokenizer(folder) and (unread := tokenizer_problem(folder)):
         log.warning("%s; without it a conversion takes no text", unread)
     check = functools.partial(_check_places, folder, directory, overwrite)
     with written(directory, _bytes_needed(opened, jnp.dtype(wanted), draft_bits, packed, nested), check) as unfinished:
-        sha256, kept, arrays = _write(opened, unfinished, jnp.dtype(wanted), draft_bits, packed, nested, progress)
+        sha256, kept, arrays = _write(opened, unfinished, jnp.dtype(wanted), draft_bits, packed, nested, rounded, progress)
         write_small_files(unfinished, opened.small_file)
         shapes = {path: place.shape for path, place in opened.places.items()}
         versions = {name: _version(name) for name in ("qspec-jax", "jax", "orbax-checkpoint", "safetensors")}
@@ -178,9 +183,11 @@ def _write(
     draft_bits: int,
     packed: Set[str],
     nested: Set[str],
+    rounded: Mapping[str, NestedWeight],
     progress: bool | None,
 ) -> tuple[dict, dict, dict]:
-    """Writes the weights of the target, and of the draft; returns the manifest's `sha256`, `written` and `packed`."""
+    """Writes the weights of the target, and of the draft; returns the manifest's `sha256`, `written` and `packed`. rounded: nested weights
+    that are there already."""
     from orbax.checkpoint import v1 as ocp
 
     context = ocp.Context()
@@ -217,7 +224,7 @@ def _write(
             weight = stored.astype(dtype, copy=False)
             source.examine(path, weight)
             if path in nested:
-                weight = quantize_by_rows(weight, quantize_nested)
+                weight = rounded[path] if path in rounded else quantize_by_rows(weight, quantize_nested)
                 written[TARGET][path], arrays[path] = converted.digest(weight), converted.described(weight)
                 return weight
             written[TARGET][path] = sha256[path] if weight is stored else converted.digest(weight)

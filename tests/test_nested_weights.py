@@ -1,5 +1,8 @@
 """Nested weights: 8 bits for the target, whose upper 4 are the draft's own INT4 weights, shared and not copied."""
 
+import dataclasses
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +16,7 @@ from weight_matrices import weights
 from convert import convert, export, verify
 from pallas_kernels.formats.weights import Int4Weight, NestedWeight, dequantize_weight
 from pallas_kernels.matmul import linear
+from qspec_jax import demo
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.info import model_info
 from qspec_jax.checkpoints.loading import load_model, load_plan, outline_model
@@ -76,6 +80,44 @@ def test_both_planes_err_less_than_int8_and_the_upper_one_like_int4():
         int8 = np.square(np.asarray(rows.codes, np.float64) * np.asarray(rows.scale)[:, None] - np.asarray(weight, np.float64)).mean()
         assert mean["both"] < int8
         assert mean["upper"] <= 1.1 * mean["int4"]
+
+
+def test_calibrated_upper_codes_make_up_for_one_another_within_the_lower_planes_reach():
+    random = np.random.default_rng(0)
+    weight = jnp.asarray(trained()[0][:, :512])
+    x = random.normal(size=(2048, 64)) @ random.normal(size=(64, 512)) + 0.3 * random.normal(size=(2048, 512))
+    moments = jnp.asarray(x.T @ x, jnp.float32)
+    nearest, calibrated = quantize_nested(weight), quantize_nested(weight, moments)
+
+    def of_outputs(found) -> float:
+        return np.square(x @ errors(weight, found).T).mean()
+
+    assert of_outputs(calibrated.upper) < of_outputs(nearest.upper) / 4
+    assert of_outputs(calibrated.upper) < 3 * of_outputs(quantize_weight(weight, moments))
+    assert (np.asarray(calibrated.upper.codes) != np.asarray(nearest.upper.codes)).mean() > 0.2
+    scale = np.repeat(np.asarray(calibrated.upper.scale, np.float64), 128, 1)
+    assert (np.abs(errors(weight, calibrated)) <= scale / 16 + 2.0**-7 * np.abs(np.asarray(weight, np.float64)).max()).all()
+
+
+def test_weights_are_calibrated_on_a_text(tmp_path, caplog):
+    text = tmp_path / "text.py"
+    text.write_text(Path(dataclasses.__file__).read_text()[:3000])
+    how = f"nested:calibration={text}"
+    model = load_model(demo.MODEL, weights=how, progress=False)
+    weights = nested_of(model)
+    assert {weight.steps for weight in weights.values()} == {8} and model.config.nested_weights
+    convert(demo.MODEL, tmp_path / "out", weights=how, progress=False)
+    assert not verify(demo.MODEL, tmp_path / "out", progress=False).wrong
+    stored = nested_of(load_model(tmp_path / "out"))
+    for path, weight in weights.items():
+        assert stored[path].steps == 8
+        np.testing.assert_array_equal(np.asarray(stored[path].lower), np.asarray(weight.lower))
+    outlined = outline_model(demo.MODEL, weights=how)
+    assert jax.tree.structure(outlined.weights()) == jax.tree.structure(model.weights())
+    with pytest.raises(InputError, match="calibration is for nested weights"):
+        load_model(demo.MODEL, weights=f"packed:calibration={text}")
+    with pytest.raises(InputError, match="none.txt: cannot be read"):
+        load_model(demo.MODEL, weights=f"nested:calibration={tmp_path / 'none.txt'}")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

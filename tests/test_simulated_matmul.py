@@ -147,7 +147,7 @@ def test_int4_matmul_of_many_rows(rows, inputs, outputs, blocks, config, outlier
         assert relative_error(part, x, weight) <= 5e-3
 
 
-@pytest.mark.parametrize("group_size", [128, 64, 32])
+@pytest.mark.parametrize(("group_size", "steps"), [(128, 16), (64, 8), (32, 16)])
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs", "blocks", "config", "outliers"),
     [
@@ -156,10 +156,10 @@ def test_int4_matmul_of_many_rows(rows, inputs, outputs, blocks, config, outlier
         (64, 1280, (64, 64), 1, WideConfig(1, 2), False),
     ],
 )
-def test_nested_matmul(rows, inputs, outputs, blocks, config, outliers, group_size):
-    weights = [nested_weight(out, inputs, i, group_size) for i, out in enumerate(outputs)]
+def test_nested_matmul(rows, inputs, outputs, blocks, config, outliers, group_size, steps):
+    weights = [nested_weight(out, inputs, i, group_size, steps) for i, out in enumerate(outputs)]
     x = activations(rows, inputs, outliers)
-    plan = WidePlan(rows, inputs // 128, outputs, blocks, config, parameters_of(weights[0].upper), planes=2)
+    plan = WidePlan(rows, inputs // 128, outputs, blocks, config, parameters_of(weights[0].upper), steps)
     y = at_once(wide_matmul.run)(plan, x, weights)
     assert y.shape == (rows, sum(outputs)) and y.dtype == jnp.bfloat16
     for part, weight in zip(separate(y, weights), weights):
@@ -188,14 +188,15 @@ def test_nibbles_as_bfloat16_are_rounded_once():
     np.testing.assert_array_equal(np.asarray(y), np.asarray(exact.T.astype(jnp.bfloat16)))
 
 
-def test_nested_codes_as_bfloat16_are_rounded_once():
-    """All of the 256 codes are among them."""
+@pytest.mark.parametrize("steps", [16, 8])
+def test_nested_codes_as_bfloat16_are_rounded_once(steps):
+    """All of the 256 pairs of codes are among them."""
     r = np.random.default_rng(0)
     scale, zero = (jnp.asarray(r.standard_normal((16, 2)) * 10.0 ** r.integers(-12, 7, (16, 2)), jnp.bfloat16) for _ in range(2))
     codes = r.permutation(np.arange(16 * 2 * 128) % 256).reshape(16, 2, 128).astype(np.uint8)
     upper = Int4Weight(pack(jnp.asarray(codes >> 4)), scale.at[0, 0].set(0), zero)
-    weight = NestedWeight(upper, pack(jnp.asarray(codes & 15)))
-    plan = WidePlan(64, 2, (16,), 1, WideConfig(1, 1), planes=2)
+    weight = NestedWeight(upper, pack(jnp.asarray(codes & 15)), steps)
+    plan = WidePlan(64, 2, (16,), 1, WideConfig(1, 1), nested_steps=steps)
     y = jnp.concatenate([at_once(wide_matmul.run)(plan, x, [weight]) for x in jnp.split(jnp.eye(256, dtype=jnp.bfloat16), 4)])
     exact = dequantize_weight(weight, jnp.float32)
     np.testing.assert_array_equal(np.asarray(y), np.asarray(exact.T.astype(jnp.bfloat16)))

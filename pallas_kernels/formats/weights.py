@@ -60,20 +60,23 @@ class Int8Weight:
         return self.codes.nbytes + self.scale.nbytes
 
 
-@pytree()
+@pytree("steps")
 class NestedWeight:
     """A weight [out, in] in 8 bits, whose upper 4 are an INT4 weight of their own.
 
-    Codes u of the upper and l of the lower plane mean (16 u + l - 8) * scale / 16 + zero: the lower plane divides the step around an upper
-    code into 16, so that u alone is the middle of it, or almost. 16 u + l - 8 is a number of bfloat16.
+    Codes u of the upper and l of the lower plane mean (steps * u + l - 8) * scale / steps + zero. With 16 steps the lower plane divides the
+    step around an upper code, so that u alone is the middle of it, or almost. With 8 it reaches a whole step to both sides, for upper codes
+    that are not the nearest. The number in brackets is one of bfloat16.
 
     Attributes:
         upper: codes with scales and zeros of a floating dtype.
         lower: codes that lie as those of `upper` do.
+        steps: of the lower plane in a step of the upper one, 16 or 8.
     """
 
     upper: Int4Weight
     lower: UInt8[Array, "out C half"]
+    steps: int = 16
 
     @property
     def in_features(self) -> int:
@@ -88,8 +91,7 @@ class NestedWeight:
         return self.upper.nbytes + self.lower.nbytes
 
 
-LOWER_STEPS = 16  # of a step of the upper plane
-LOWER_MIDDLE = LOWER_STEPS // 2
+LOWER_MIDDLE = 8  # the lower code that adds nothing
 
 Weight: TypeAlias = Array | Int4Weight | NestedWeight | Int8Weight
 """A linear layer's weight [out, in] in any format: a plain array is full precision."""
@@ -100,7 +102,7 @@ def dequantize_weight(weight: Int4Weight | NestedWeight, dtype) -> Float[Array, 
     upper = weight.upper if isinstance(weight, NestedWeight) else weight
     codes = unpack(upper.codes).astype(dtype)
     if isinstance(weight, NestedWeight):
-        codes = codes + (unpack(weight.lower).astype(dtype) - LOWER_MIDDLE) / LOWER_STEPS
+        codes = codes + (unpack(weight.lower).astype(dtype) - LOWER_MIDDLE) / weight.steps
     scale, zero = (x[..., None].astype(dtype) for x in (upper.scale, upper.zero))
     full = (codes - zero) * scale if upper.has_zero_points else codes * scale + zero
     return full.reshape(full.shape[0], -1)[:, : weight.in_features]

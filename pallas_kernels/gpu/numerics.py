@@ -130,25 +130,28 @@ def nibbles_to_bf16(x: Value, factors: tuple[Value, Value, Value]) -> tuple[tupl
     return tuple(tuple(take(x, mask, factor) for x in both) for mask, factor in ((0x000F000F, low), (0x00F000F0, high)))
 
 
-def nested_factors(scale: Value, zero: Value) -> tuple[Value, Value]:
-    """What `nested_to_bf16` needs of a scale and a zero, each duplicated in both halves of a pair of bfloat16."""
-    return times_power(scale, -4), times_power(zero, -32)
+def nested_factors(scale: Value, zero: Value, steps: int) -> tuple[Value, Value]:
+    """What `nested_to_bf16` needs of a scale and a zero, each duplicated in both halves of a pair of bfloat16. steps: 16 or 8."""
+    return times_power(scale, 1 - steps.bit_length()), times_power(zero, -32)
 
 
-def nested_to_bf16(upper: Value, lower: Value, factors: tuple[Value, Value]) -> tuple[tuple[Value, Value], tuple[Value, Value]]:
-    """(code - 8) * scale / 16 + zero, divided by NIBBLES_DIVISOR, for the codes 16 u + l whose halves are in the nibbles of 4 bytes of each
-    plane, rounded once to bfloat16.
+def nested_to_bf16(upper: Value, lower: Value, factors: tuple[Value, Value], steps: int) -> tuple[tuple[Value, Value], tuple[Value, Value]]:
+    """(code - 8) * scale / steps + zero, divided by NIBBLES_DIVISOR, for codes steps * u + l, rounded once to bfloat16. u and l are in the
+    nibbles of 4 bytes of each plane.
 
     A byte alone in a bfloat16 is a multiple of 2^-133 too: from 128 on its upper bit is an exponent of 1. code - 8 is exact. Returns pairs
     as `nibbles_to_bf16` does.
     """
-    sixteenth, zero = factors
-    low = (upper << 4) & 0xF0F0F0F0 | lower & 0x0F0F0F0F
-    high = upper & 0xF0F0F0F0 | (lower >> 4) & 0x0F0F0F0F
+    scaled, zero = factors
+    first, second = lower & 0x0F0F0F0F, (lower >> 4) & 0x0F0F0F0F
+    if steps == 16:
+        low, high = (upper << 4) & 0xF0F0F0F0 | first, upper & 0xF0F0F0F0 | second
+    else:
+        low, high = ((upper & 0x0F0F0F0F) << 3) + first, ((upper >> 1) & 0x78787878) + second
     unit, middle = ptx.i32(0x72007200), ptx.i32(0xB100B100)  # pairs of 2^101 and of -8 * 2^-32
 
     def take(x):
-        return fma_bf16(fma_bf16(x & 0x00FF00FF, unit, middle), sixteenth, zero)
+        return fma_bf16(fma_bf16(x & 0x00FF00FF, unit, middle), scaled, zero)
 
     return tuple((take(x), take(x >> 8)) for x in (low, high))
 

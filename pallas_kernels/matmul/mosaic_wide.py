@@ -23,6 +23,8 @@ def unsupported(x: Array, weights: Sequence[Int4Weight | NestedWeight]) -> str |
     uppers = [_upper(weight) for weight in weights]
     if reason := no_mosaic_gpu() or support.unsupported_by_mosaic(x, uppers, MAX_ROWS):
         return reason
+    if len(steps := {_steps(weight) for weight in weights}) > 1:
+        return f"needs weights of one format, not of {sorted(steps)} steps"
     if isinstance(weights[0], NestedWeight) and (kind := support.parameters_of(uppers[0]))[:2] != ("bfloat16", "bfloat16"):
         return f"needs scales and zeros of nested weights in bfloat16, not {kind.scale} and {kind.zero}"
     if (groups := x.shape[-1] // GROUP_SIZE) % STEP_GROUPS:
@@ -37,12 +39,16 @@ def int4_matmul(
     has it."""
     rows = x.reshape(-1, x.shape[-1])
     shape = rows.shape[0], x.shape[-1] // GROUP_SIZE, tuple(weight.shape[0] for weight in weights), multiprocessors()
-    kind = support.parameters_of(_upper(weights[0])), 2 if isinstance(weights[0], NestedWeight) else 1
+    kind = support.parameters_of(_upper(weights[0])), _steps(weights[0])
     plan = Plan.fitting(*shape, *kind) if config is None else Plan(*shape, config, *kind)
     return run(plan, rows, tuple(weights)).reshape(*x.shape[:-1], -1)
 
 
 nested_matmul = int4_matmul
+
+
+def _steps(weight: Int4Weight | NestedWeight) -> int | None:
+    return weight.steps if isinstance(weight, NestedWeight) else None
 
 
 def _upper(weight: Int4Weight | NestedWeight) -> Int4Weight:

@@ -307,7 +307,8 @@ class Unpacked:
         kind, zeros, _ = plan.parameters
         self.scale = None
         if zeros == "bfloat16":
-            self.factors = (numerics.nibble_factors if plan.planes == 1 else numerics.nested_factors)(scale, zero)
+            steps = self.steps = plan.nested_steps
+            self.factors = numerics.nibble_factors(scale, zero) if steps is None else numerics.nested_factors(scale, zero, steps)
             return
         entries = numerics.f16_entries if kind == "float16" else numerics.bf16_entries
         self.scale = entries(scale)[1]
@@ -317,7 +318,7 @@ class Unpacked:
     def weights(self, codes, lower=None) -> tuple:
         """See `numerics.nibbles_to_bf16`, and with a lower plane `numerics.nested_to_bf16`."""
         if lower is not None:
-            return numerics.nested_to_bf16(codes, lower, self.factors)
+            return numerics.nested_to_bf16(codes, lower, self.factors, self.steps)
         found = numerics.nibbles_to_bf16(codes, self.factors)
         return found if self.scale is None else tuple(tuple(self._scaled(pair) for pair in half) for half in found)
 

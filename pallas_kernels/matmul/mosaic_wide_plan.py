@@ -49,7 +49,7 @@ class Plan:
         multiprocessors: of the device.
         config: how the work is divided.
         parameters: of the weights.
-        planes: of their codes: 2 where they are nested.
+        nested_steps: where they are nested, the steps of their lower plane; None: they have one plane.
     """
 
     rows: int
@@ -58,7 +58,7 @@ class Plan:
     multiprocessors: int
     config: Config
     parameters: Parameters = DEFAULT_PARAMETERS
-    planes: int = 1
+    nested_steps: int | None = None
 
     @classmethod
     def fitting(
@@ -68,7 +68,7 @@ class Plan:
         outputs: tuple[int, ...],
         multiprocessors: int,
         parameters: Parameters = DEFAULT_PARAMETERS,
-        planes: int = 1,
+        nested_steps: int | None = None,
     ) -> "Plan":
         """The plan whose busiest multiprocessor copies the least.
 
@@ -76,7 +76,7 @@ class Plan:
         """
         sizes = range(1, MAX_CLUSTER + 1)
         shapes = [Config(n, size) for n in (4, 3, 2, 1) for size in sizes]
-        plans = [cls(MAX_ROWS, groups, outputs, multiprocessors, config, parameters, planes) for config in shapes]
+        plans = [cls(MAX_ROWS, groups, outputs, multiprocessors, config, parameters, nested_steps) for config in shapes]
         plans = [plan for plan in plans if plan.fits]
         return dataclasses.replace(min(plans, key=lambda plan: plan.cost), rows=rows)
 
@@ -148,6 +148,11 @@ class Plan:
     def code_pitch(self) -> int:
         """Bytes from one output's codes to the next in a slot."""
         return CODE_BYTES * STEP_GROUPS
+
+    @property
+    def planes(self) -> int:
+        """Of codes."""
+        return 1 if self.nested_steps is None else 2
 
     @property
     def plane_bytes(self) -> int:

@@ -27,7 +27,8 @@ Entry = TypeVar("Entry")
 MANIFEST = "qspec.json"
 FORMAT = 3
 TARGET, DRAFT = "target", "draft"
-PARTS, LOWER = {"codes", "scale", "zero"}, "lower"  # arrays of an INT4 weight, and the one that a nested one has besides
+PARTS = {"codes", "scale", "zero"}  # arrays of an INT4 weight
+LOWER = {"lower": 16, "lower8": 8}  # what a nested one has besides, by the steps of its lower plane
 BATCH_BYTES = 1 << 28  # read or written at once: with fewer, Orbax's own work takes longer
 LOADED_BYTES = 1 << 30  # moved to the device at once
 _STORED = ("uint8", "int16", "float16", "bfloat16", "float32")  # dtypes of arrays of packed weights
@@ -76,7 +77,7 @@ class Manifest:
     @property
     def is_nested(self) -> bool:
         """Whether weights are nested."""
-        return any(LOWER in arrays for arrays in self.packed.values())
+        return any(LOWER.keys() & arrays.keys() for arrays in self.packed.values())
 
 
 def described(weight: Int4Weight | NestedWeight) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -135,7 +136,7 @@ def _is_manifest(raw: Mapping[str, Any]) -> bool:
         and raw["dtype"] in ("bfloat16", "float32")
         and raw["draft_bits"] in (4, 16)
         and has_values(raw["shapes"], lambda shape: isinstance(shape, list) and all(map(is_size, shape)))
-        and has_values(raw["packed"], lambda arrays: has_values(arrays, is_array) and arrays.keys() - {LOWER} == PARTS)
+        and has_values(raw["packed"], lambda arrays: has_values(arrays, is_array) and arrays.keys() - LOWER.keys() == PARTS)
         and all(_is_packed(raw["shapes"].get(path), arrays) for path, arrays in raw["packed"].items())
         and has_values(raw["written"], has_texts)
         and raw["written"].keys() == {TARGET, DRAFT}
@@ -151,7 +152,8 @@ def _is_packed(shape: Any, arrays: Mapping[str, Sequence[Any]]) -> bool:
     if not (isinstance(shape, list) and len(shape) == 2 and len(codes) == 3 and codes[0] == shape[0] and codes[:2] == scale == zero):
         return False
     padding = 2 * codes[1] * codes[2] - shape[1]
-    return 0 <= padding < 2 * codes[2] and arrays[LOWER][0] == codes if LOWER in arrays else padding == 0
+    lower = [arrays[name][0] for name in LOWER.keys() & arrays.keys()]
+    return 0 <= padding < 2 * codes[2] and lower == [codes] if lower else padding == 0
 
 
 def digest(weight: Any) -> str:
@@ -272,13 +274,15 @@ def _as_dict(weight):
     if not isinstance(upper, Int4Weight):
         return weight
     found = {"codes": upper.codes, "scale": upper.scale, "zero": upper.zero}
-    return found | {LOWER: weight.lower} if isinstance(weight, NestedWeight) else found
+    if isinstance(weight, NestedWeight):
+        found[next(name for name, steps in LOWER.items() if steps == weight.steps)] = weight.lower
+    return found
 
 
 def _from_dict(found: Mapping[str, Any], padding: int) -> Int4Weight | NestedWeight:
     """What `_as_dict` took apart. padding: see `Int4Weight`."""
     upper = Int4Weight(**{name: found[name] for name in ("codes", "scale", "zero")}, padding=padding)
-    return NestedWeight(upper, found[LOWER]) if LOWER in found else upper
+    return next((NestedWeight(upper, found[name], steps) for name, steps in LOWER.items() if name in found), upper)
 
 
 def _as_weight(found, shape):

@@ -24,13 +24,14 @@ from qspec_jax.checkpoints.source import WeightSource
 from qspec_jax.checkpoints.tensor_names import weight_shapes
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.checkpoints.weights_text import DEQUANTIZED, NESTED, PACKED, WeightsChoice
-from qspec_jax.errors import InputError, more_memory, warn_once
+from qspec_jax.errors import InputError, more_memory, reading, warn_once
 from qspec_jax.files import read_json
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama, Origin, Weight
 from qspec_jax.models.placement import Placement
 from qspec_jax.progress import progress_bar, working
-from qspec_jax.quantization.weights import groups_are_cut, is_linear, nest_weight, quantize_head, quantize_nested
+from qspec_jax.quantization.calibration import MAX_TEXT_TOKENS, quantize_linears_for
+from qspec_jax.quantization.weights import FAR_STEPS, groups_are_cut, is_linear, nest_weight, quantize_head, quantize_nested
 
 log = logging.getLogger(__name__)
 _LOADED_AS = ("bfloat16", "float32", "float64")
@@ -52,7 +53,7 @@ def load_model(
         dtype: bfloat16, float32 or float64; None: the checkpoint's own (float16 becomes bfloat16).
         weights: for a quantized checkpoint "packed", which keeps linear layers of 4 bits in INT4 where their groups allow it, or
             "dequantized"; None: see `packed_paths`, and a converted directory as it is stored. Of any checkpoint "nested" puts linear
-            layers into 8 bits, whose upper 4 are a draft's weights (`NestedWeight`). With ":head_bits=8" after either the head is put into
+            layers into 8 bits, whose upper 4 are a draft's weights (`NestedWeight`), with ":calibration=FILE" after it rounded for a text. With ":head_bits=8" after either the head is put into
             INT8. Log lines say what changes the model.
         mesh: devices to divide the model over, with one axis, "model" (see `models.sharding`); None: the default device.
         progress: whether a bar is shown; None: where standard error is a terminal.
@@ -64,13 +65,26 @@ def load_model(
     directory = local(directory, progress=progress)
     is_converted = converted.is_converted(directory)
     choice = WeightsChoice.parse(weights)
-    linears = choice.linears
+    linears = DEQUANTIZED if choice.calibration else choice.linears
     model = _load_converted(directory, dtype, linears, mesh) if is_converted else _load_source(directory, dtype, linears, mesh, progress)
+    if choice.calibration:
+        model = _calibrated(directory, model, choice.calibration, progress)
     if choice.head_bits == 8:
         model = quantize_head(model)
         log.info("%s: its head is put into INT8, which changes logits slightly", directory)
     model.origin = Origin(directory.resolve())
     return model
+
+
+def _calibrated(directory: Path, model: Llama, file: str, progress: bool | None) -> Llama:
+    """The model with nested linear layers that are rounded for the text in a file. Raises InputError as `quantize_linears_for`."""
+    with reading(Path(file), UnicodeDecodeError):
+        text = Path(file).read_text(encoding="utf-8")
+    log_nested(directory)
+    tokens = load_tokenizer(directory)(text)["input_ids"]
+    pieces = [tokens[i : i + MAX_TEXT_TOKENS] for i in range(0, len(tokens), MAX_TEXT_TOKENS)]
+    weights = quantize_linears_for(model, pieces, quantize=quantize_nested, progress=progress).weights()
+    return Llama(dataclasses.replace(model.checkpoint_config, nested_weights=True), lambda path, shape: weights[path])
 
 
 def open_source(checkpoint: str | Path) -> WeightSource:
@@ -302,7 +316,8 @@ def load_plan(directory: str | Path, *, dtype: str | None = None, weights: str |
     Raises:
         InputError: as `load_model`, for what can be seen without weights.
     """
-    directory, linears = local(directory), WeightsChoice.parse(weights).linears
+    directory, choice = local(directory), WeightsChoice.parse(weights)
+    linears = DEQUANTIZED if choice.calibration else choice.linears
     if converted.is_converted(directory):
         config, manifest = config_and_manifest(directory)
         wanted = as_loaded(dtype or manifest.dtype)
@@ -311,7 +326,7 @@ def load_plan(directory: str | Path, *, dtype: str | None = None, weights: str |
         config, packed = _stored_as(config, manifest, linears)
         found = {path: stored[path] if path in packed else plain[path] for path in stored}
         plan = LoadPlan(dataclasses.replace(config, dtype=manifest.dtype), wanted, None, found)
-        return plan if packed else _nested_plan(plan, linears)
+        return plan if packed else _nested_plan(plan, choice)
     source = open_source(directory)
     dtype = jnp.dtype(as_loaded(dtype or default_dtype(source.config, source.directory)))
     packed = packed_paths(source, dtype, linears)
@@ -319,14 +334,19 @@ def load_plan(directory: str | Path, *, dtype: str | None = None, weights: str |
     plain = {path: jax.ShapeDtypeStruct(place.shape, dtype) for path, place in source.places.items()}
     config = with_packed(source.config, packed, _group_size(source, packed))
     weights = plain | {path: _packed_outline(source, path) for path in packed}
-    return _nested_plan(LoadPlan(config, dtype.name, source.quantization, weights), linears)
+    return _nested_plan(LoadPlan(config, dtype.name, source.quantization, weights), choice)
 
 
-def _nested_plan(plan: LoadPlan, linears: str | None) -> LoadPlan:
+def _nested_plan(plan: LoadPlan, choice: WeightsChoice) -> LoadPlan:
     """The plan with nested linear layers, if these are chosen."""
-    if linears != NESTED:
+    if choice.linears != NESTED:
         return plan
-    weights = {path: jax.eval_shape(quantize_nested, weight) if is_linear(path) else weight for path, weight in plan.weights.items()}
+
+    def nested(weight: jax.ShapeDtypeStruct) -> NestedWeight:
+        made = jax.eval_shape(quantize_nested, weight)
+        return dataclasses.replace(made, steps=FAR_STEPS) if choice.calibration else made
+
+    weights = {path: nested(weight) if is_linear(path) else weight for path, weight in plan.weights.items()}
     return dataclasses.replace(plan, config=dataclasses.replace(plan.config, nested_weights=True), weights=weights)
 
 

@@ -1,4 +1,4 @@
-"""How the weights of a checkpoint are loaded, and the text NAME[:head_bits=8] that says it."""
+"""How the weights of a checkpoint are loaded, and the text NAME[:SETTING=VALUE,...] that says it."""
 
 import dataclasses
 from typing import Self
@@ -13,6 +13,7 @@ CHOICES = PACKED, DEQUANTIZED, NESTED
 
 @dataclasses.dataclass(frozen=True)
 class _Settings:
+    calibration: str = setting("", "A file of text for whose activations nested weights are rounded (GPTQ).")
     head_bits: int = setting(16, "Bits of the head: 8 puts it in INT8, with a scale for each output.", choices=(8, 16))
 
 
@@ -22,11 +23,13 @@ class WeightsChoice:
 
     Attributes:
         linears: one of `CHOICES`; None for no choice.
+        calibration: a file of text for whose activations nested weights are rounded; None: they are rounded to nearest.
         head_bits: 8 if the head is put into INT8; it is then another model's. 16: as it is stored.
     """
 
     linears: str | None = None
     head_bits: int = 16
+    calibration: str | None = None
 
     @classmethod
     def parse(cls, text: str | None) -> Self:
@@ -38,4 +41,6 @@ class WeightsChoice:
             raise InputError(f"weights {name!r} should be one of {', '.join(CHOICES)}")
         settings = _Settings(**read_settings("weights", text, parts, _Settings))
         check_settings("weights", settings)
-        return cls(name, settings.head_bits)
+        if settings.calibration and name != NESTED:
+            raise InputError(f"weights {text!r}: calibration is for {NESTED} weights; leave it out")
+        return cls(name, settings.head_bits, settings.calibration or None)

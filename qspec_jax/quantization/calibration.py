@@ -1,11 +1,11 @@
-"""A calibrated INT4 draft: each linear layer is rounded for the inputs that it meets on some text (GPTQ, arXiv 2210.17323).
+"""Calibrated INT4 and nested weights: each linear layer is rounded for the inputs that it meets on some text (GPTQ, arXiv 2210.17323).
 
 The model is walked layer by layer, so that one layer's second moments are alive at a time. The inputs are the target's own.
 """
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.formats.rounding import accumulation_dtype
-from pallas_kernels.formats.weights import Int4Weight
+from pallas_kernels.formats.weights import Int4Weight, NestedWeight
 from qspec_jax.errors import InputError
 from qspec_jax.models.block import Angles, Block
 from qspec_jax.models.llama import Llama
@@ -31,8 +31,11 @@ READERS = {
 MAX_TEXTS, MAX_TOKENS, MAX_TEXT_TOKENS = 512, 32768, 4096
 
 
-def quantize_linears_for(model: Llama, texts: Sequence[Sequence[int]], *, progress: bool | None = None) -> Llama:
-    """The model with INT4 linear layers that err least on these texts, lists of token ids.
+def quantize_linears_for(
+    model: Llama, texts: Sequence[Sequence[int]], *, quantize: Callable = quantize_weight, progress: bool | None = None
+) -> Llama:
+    """The model with INT4 linear layers that err least on these texts, lists of token ids; with `quantize_nested` for `quantize`, with nested
+    ones.
 
     A few thousand tokens of what the model will read are enough: the prompt itself will do. Only the last MAX_TEXT_TOKENS of each text
     are used, fewer where there are many texts. progress: a bar on standard error; None shows it on a terminal. Raises InputError for no
@@ -59,7 +62,7 @@ def quantize_linears_for(model: Llama, texts: Sequence[Sequence[int]], *, progre
                     raise InputError(f"calibration: layer {i} has activations that are not finite; use a wider dtype or do not calibrate")
                 for source, second in moments.items():
                     paths = [path for name in READERS[source] if (path := f"layers.{i}.{name}.weight") in weights]
-                    weights |= zip(paths, _quantized([weights[path] for path in paths], second))
+                    weights |= zip(paths, _quantized(quantize, [weights[path] for path in paths], second))
             bar.update()
     return model.with_weights(weights)
 
@@ -86,9 +89,9 @@ def _block(
     return x + block.mlp(h), found
 
 
-def _quantized(weights: Sequence[Array], moments: Float[Array, "in in"]) -> list[Int4Weight]:
-    """The weights of linear layers with the same input in INT4. Inputs are rounded one by one, which takes long: all outputs together."""
-    whole = quantize_weight(jnp.concatenate(weights), moments)
+def _quantized(quantize: Callable, weights: Sequence[Array], moments: Float[Array, "in in"]) -> list[Int4Weight | NestedWeight]:
+    """The quantized weights of linear layers with the same input. Inputs are rounded one by one, which takes long: all outputs together."""
+    whole = quantize(jnp.concatenate(weights), moments)
     ends = list(itertools.accumulate(len(weight) for weight in weights))
     rows = [slice(begin, end) for begin, end in zip([0, *ends], ends)]
     return [jax.tree.map(operator.itemgetter(part), whole) for part in rows]

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.formats.quantization import pack
 from pallas_kernels.formats.rounding import accumulation_dtype, parameter_dtype, round_down, round_up
-from pallas_kernels.formats.weights import LOWER_MIDDLE, LOWER_STEPS, Int4Weight, Int8Weight, NestedWeight, Weight
+from pallas_kernels.formats.weights import LOWER_MIDDLE, Int4Weight, Int8Weight, NestedWeight, Weight
 from pallas_kernels.matmul.support import GROUP_SIZES
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
@@ -26,7 +26,9 @@ from qspec_jax.models.sharding import MODEL, divided_over, mesh_of, weight_shard
 CLIP_RATIOS = tuple(1 - i / 32 for i in range(17))
 REFITS = 2
 # Scales of nested weights that are tried, as shares of the least one whose 16 steps cover a group's range, and places of the range in them.
-# So no weight is clipped, which the target would suffer from.
+# So no weight is clipped, which the target would suffer from. The steps of the lower plane: where upper codes are the nearest, and where they
+# may be others.
+NEAREST_STEPS, FAR_STEPS = 16, 8
 NESTED_SCALES, NESTED_PLACES = tuple(1 + i / 60 for i in range(5)), (0.0, 0.5, 1.0)
 # What is added to the diagonal of the inputs' second moments, as a share of its mean (GPTQ, section 3.3).
 DAMPING = 0.01
@@ -64,18 +66,30 @@ def quantize_weight(
 
 
 @functools.partial(jax.jit, static_argnames="group_size")
-def quantize_nested(weight: Float[Array, "out in"], *, group_size: int | None = None) -> NestedWeight:
+def quantize_nested(
+    weight: Float[Array, "out in"], moments: Float[Array, "in in"] | None = None, *, group_size: int | None = None
+) -> NestedWeight:
     """The weight in 8 bits with a scale and a zero per group of inputs, `weight_group_size` unless given, whose upper 4 are an INT4 weight.
 
-    Of the scales and zeros with which no weight of the group is clipped it takes those with which the upper codes alone err least.
+    Of the scales and zeros with which no weight of the group is clipped it takes those with which the nearest upper codes alone err least.
+    moments: as in `quantize_weight`. With them upper codes make up for the errors of inputs before, as far as the lower plane reaches: both
+    planes still err by half a step of the lower one at most, which is then an eighth of the upper one's.
     """
     size, dtype = group_size or weight_group_size(weight.shape[1]), parameter_dtype(weight.dtype)
     wide, padding = _padded(weight, size)
     groups = wide.reshape(len(wide), -1, size)
-    scale, zero = _fit_range(groups, dtype)
-    codes = _round_nested(groups, scale, zero).astype(jnp.uint8)
-    upper, lower = pack(codes // LOWER_STEPS), pack(codes % LOWER_STEPS)
-    return NestedWeight(Int4Weight(upper, scale[..., 0].astype(dtype), zero[..., 0].astype(dtype), padding), lower)
+    if moments is None:
+        steps = NEAREST_STEPS
+        scale, zero = _fit_range(groups, dtype)
+        both = _round_nested(groups, scale, zero)
+        upper, lower = both // steps, both % steps
+    else:
+        steps = FAR_STEPS
+        counts = (jnp.arange(wide.shape[1]) < weight.shape[1]).astype(wide.dtype)
+        upper, scale, zero = _compensated(wide, jnp.pad(moments.astype(wide.dtype), (0, padding)), counts, size, dtype, bounded=True)
+        lower = jnp.clip(jnp.rint(((groups - zero) / scale - upper) * steps) + LOWER_MIDDLE, 0, 15)
+    upper, lower = (pack(codes.astype(jnp.uint8)) for codes in (upper, lower))
+    return NestedWeight(Int4Weight(upper, scale[..., 0].astype(dtype), zero[..., 0].astype(dtype), padding), lower, steps)
 
 
 def _padded(weight: Float[Array, "out in"], size: int) -> tuple[Float[Array, "out padded"], int]:
@@ -86,8 +100,8 @@ def _padded(weight: Float[Array, "out in"], size: int) -> tuple[Float[Array, "ou
 
 
 def _round_nested(groups: Array, scale: Array, zero: Array) -> Array:
-    """Codes of both planes, 16 u + l."""
-    return jnp.clip(jnp.rint((groups - zero) / scale * LOWER_STEPS + LOWER_MIDDLE), 0, 16 * LOWER_STEPS - 1)
+    """Codes of both planes, 16 u + l, of which u is the nearest upper code, or almost."""
+    return jnp.clip(jnp.rint((groups - zero) / scale * NEAREST_STEPS + LOWER_MIDDLE), 0, 16 * NEAREST_STEPS - 1)
 
 
 def _fit_range(groups: Float[Array, "out C G"], dtype) -> tuple[Array, Array]:
@@ -98,9 +112,9 @@ def _fit_range(groups: Float[Array, "out C G"], dtype) -> tuple[Array, Array]:
     def attempt(i, best):
         scale = round_up(least * jnp.asarray(NESTED_SCALES, groups.dtype)[i // len(NESTED_PLACES)], dtype)
         spare = jnp.maximum(16 * scale - (high - low), 0)
-        first = low + scale * ((LOWER_MIDDLE + 0.5) / LOWER_STEPS)
+        first = low + scale * ((LOWER_MIDDLE + 0.5) / NEAREST_STEPS)
         zero = round_down(first - jnp.asarray(NESTED_PLACES, groups.dtype)[i % len(NESTED_PLACES)] * spare, dtype)
-        upper = jnp.floor(_round_nested(groups, scale, zero) / LOWER_STEPS)
+        upper = _round_nested(groups, scale, zero) // NEAREST_STEPS
         # In units of a step, whose square stays within float32 whatever the weights.
         error = jnp.square((groups - zero) / scale - upper).mean(-1, keepdims=True) * jnp.square(scale / least)
         return jax.tree.map(lambda old, new: jnp.where(error < best[0], new, old), best, (error, scale, zero))
@@ -145,13 +159,20 @@ def _fit(groups: Float[Array, "out *C G"], importance: Float[Array, "*C G"], dty
 
 
 def _compensated(
-    weight: Float[Array, "out in"], moments: Float[Array, "in in"], counts: Float[Array, "in"], size: int, dtype
+    weight: Float[Array, "out in"],
+    moments: Float[Array, "in in"],
+    counts: Float[Array, "in"],
+    size: int,
+    dtype,
+    *,
+    bounded: bool = False,
 ) -> tuple[Array, Array, Array]:
     """Codes [out, C, G], scale and zero [out, C, 1] by GPTQ: group after group, and within a group input after input.
 
-    moments: as in `quantize_weight`. counts: 1 for an input, 0 for padding. size: inputs of a group, G.
+    moments: as in `quantize_weight`. counts: 1 for an input, 0 for padding. size: inputs of a group, G. bounded: whether codes stay within
+    the reach of a lower plane of `FAR_STEPS`, and scales and zeros cover the group, see `quantize_nested`.
     """
-    in_features = weight.shape[1]
+    own, in_features = weight, weight.shape[1]
     power = jnp.diag(moments)
     damping = jnp.maximum(DAMPING * power.mean(), jnp.finfo(weight.dtype).tiny)
     importance = counts * (power + damping)
@@ -163,11 +184,19 @@ def _compensated(
         columns = lax.dynamic_slice_in_dim(weight, at, size, axis=1)
         rows = lax.dynamic_slice_in_dim(factor, at, size, axis=0)
         within = lax.dynamic_slice_in_dim(rows, at, size, axis=1)
-        scale, zero = _fit(columns, lax.dynamic_slice_in_dim(importance, at, size), dtype)
+        own_columns = lax.dynamic_slice_in_dim(own, at, size, axis=1)
+        if bounded:
+            scale, zero = (x[:, 0] for x in _fit_range(own_columns[:, None], dtype))
+        else:
+            scale, zero = _fit(columns, lax.dynamic_slice_in_dim(importance, at, size), dtype)
 
         def column(i, carry):
             columns, codes, errors = carry
             code = _round(columns[:, i], scale[:, 0], zero[:, 0])
+            if bounded:
+                exact = (own_columns[:, i] - zero[:, 0]) / scale[:, 0]
+                below, above = ((LOWER_MIDDLE + 0.5) / FAR_STEPS, (15.5 - LOWER_MIDDLE) / FAR_STEPS)
+                code = jnp.clip(jnp.clip(code, jnp.ceil(exact - above), jnp.floor(exact + below)), 0, 15)
             error = (columns[:, i] - code * scale[:, 0] - zero[:, 0]) / within[i, i]
             columns = columns - error[:, None] * jnp.where(jnp.arange(size) > i, within[i], 0)
             return columns, codes.at[:, i].set(code), errors.at[:, i].set(error)

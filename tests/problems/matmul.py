@@ -27,10 +27,10 @@ def with_zero_points(weight: Int4Weight, scale_dtype) -> Int4Weight:
     return dataclasses.replace(weight, scale=jnp.asarray(scale, scale_dtype), zero=jnp.asarray(zeros, jnp.int16))
 
 
-def nested_weight(out: int, inputs: int, seed: int, group_size: int = 128) -> NestedWeight:
+def nested_weight(out: int, inputs: int, seed: int, group_size: int = 128, steps: int = 16) -> NestedWeight:
     upper = random_weight(out, inputs, seed, group_size)
     r = np.random.default_rng([seed, inputs, out])
-    return NestedWeight(upper, jnp.asarray(r.integers(0, 256, upper.codes.shape, np.uint8)))
+    return NestedWeight(upper, jnp.asarray(r.integers(0, 256, upper.codes.shape, np.uint8)), steps)
 
 
 def plain_weight(out: int, inputs: int, seed: int) -> jax.Array:
