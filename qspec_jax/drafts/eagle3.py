@@ -17,10 +17,11 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.formats.kv_cache import Lengths
 from pallas_kernels.formats.views import FULL_PRECISION
-from qspec_jax.caches.cache import AppendedCache, Cache
+from qspec_jax.caches.cache import AppendedCache, Cache, where_rows
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.eagle3 import load_head
 from qspec_jax.drafts.draft import Draft, Prompt, Proposal, Round, RoundResult, Taps, propose_by_steps
+from qspec_jax.drafts.kept_features import KeptFeatures
 from qspec_jax.drafts.own_cache import Window
 from qspec_jax.errors import InputError
 from qspec_jax.models.block import Weight
@@ -31,6 +32,8 @@ from qspec_jax.quantization.weights import is_linear, quantize_rows, quantize_we
 from qspec_jax.settings_text import check_settings, setting
 
 log = logging.getLogger(__name__)
+# Features are kept of this many tokens more than a window: those that `State.trim` may cut off where a group has 128 tokens.
+TRIMMED = 255
 
 
 @jax.tree_util.register_dataclass
@@ -43,12 +46,14 @@ class HeadState:
         hidden: the fused features of the pairs to read.
         tokens: the token of each of these pairs but the last, whose token is the pending one.
         count: the number of these pairs; 0 where no features of the row's last token are known.
+        kept: the features of the target's tokens, from which the window is read again when the row has read more.
     """
 
     own: Window
     hidden: Float[Array, "B W D"]
     tokens: Int[Array, "B W"]
     count: Int[Array, "B"]
+    kept: KeptFeatures
 
 
 @jax.tree_util.register_dataclass
@@ -86,27 +91,45 @@ class Eagle3Draft(Draft):
 
     @property
     def taps(self) -> Taps:
-        return Taps(self.head.taps, self.sinks, self.window + 1)  # the last token's are those of a pair that waits for its token
+        # The last token's are those of a pair that waits for its token.
+        return Taps(self.head.taps, self.sinks, self.window + 1 + TRIMMED)
 
     def made_for(self) -> tuple[tuple[str, int], ...]:
         return ("vocab_size", self.head.config.vocab_size), ("hidden_size", self.head.settings.target_hidden_size)
 
     def begin(self, prompt: Prompt) -> HeadState:
+        head, taps = self.head, self.taps
+        none = KeptFeatures.none(prompt.n.shape[0], taps.first + taps.last, head.config.hidden_size, head.dtype, sinks=self.sinks)
+        return self._read(prompt, self._with_features(none, prompt, jnp.zeros_like(prompt.n)))
+
+    def begin_again(self, state: HeadState, prompt: Prompt, unchanged: Int[Array, "B"]) -> HeadState:
+        found = self._read(prompt, self._with_features(state.kept, prompt, unchanged))
+        return where_rows(prompt.n > unchanged, found, state)
+
+    def _with_features(self, kept: KeptFeatures, prompt: Prompt, begin: Int[Array, "B"]) -> KeptFeatures:
+        """The features with those of a prompt's tokens from begin[b] on."""
+        if prompt.features is None:
+            return kept
+        last = prompt.features.shape[1] - self.sinks
+        positions = dataclasses.replace(self.taps, last=last).of_prompt(prompt.n)
+        return kept.put(self.head.fused(prompt.features), positions, begin, jnp.maximum(prompt.n - last, begin), prompt.n)
+
+    def _read(self, prompt: Prompt, kept: KeptFeatures) -> HeadState:
+        """The state of rows whose window is read at once: the first pairs and the most recent ones whose features are kept."""
         head, n, size, width = self.head, prompt.n, self.sinks + self.window, prompt.gamma + 1
-        B = n.shape[0]
-        known = jnp.zeros_like(n) if prompt.features is None else jnp.ones_like(n)
-        features = jnp.zeros((B, size + 1, head.settings.feature_size), head.dtype) if prompt.features is None else prompt.features
-        hidden, at = head.fused(features), self.taps.of_prompt(n)
+        B, column, known = n.shape[0], jnp.arange(size), (kept.until == n).astype(n.dtype)
+        recent = jnp.maximum(kept.recent, n - 1 - self.window)
+        sinks, rest = kept.origin[:, None] + column, recent[:, None] + column - self.sinks
+        at = jnp.where(column < self.sinks, sinks, rest)
         tokens = jnp.take_along_axis(prompt.tokens, jnp.minimum(at + 1, prompt.tokens.shape[1] - 1), 1)
         # A pass over no more than what the head reads needs no sliding window of the cache.
         config = dataclasses.replace(head.config, sliding_layers=(), sliding_window=None)
         empty = CacheConfig("full").empty(config, batch=B, capacity=size, num_speculative_tokens=0, dtype=head.dtype)
-        positions = jnp.broadcast_to(jnp.arange(size), (B, size))
-        *_, read = head(hidden[:, :size], tokens[:, :size], positions, empty, view=FULL_PRECISION)
-        pairs = known * jnp.minimum(n - 1, size)
+        *_, read = head(kept.of(at), tokens, jnp.broadcast_to(column, (B, size)), empty, view=FULL_PRECISION)
+        pairs = known * (jnp.clip(n - 1 - kept.origin, 0, self.sinks) + jnp.maximum(n - 1 - recent, 0))
         own = Window.of(read, pairs, n - 1 - pairs, width, sinks=self.sinks, window=self.window)
-        last = jnp.take_along_axis(hidden, jnp.minimum(n - 1, size)[:, None, None], 1)
-        return HeadState(own, jnp.pad(last, ((0, 0), (0, width - 1), (0, 0))), jnp.zeros((B, width), jnp.int32), known)
+        last = kept.of(n[:, None] - 1)
+        return HeadState(own, jnp.pad(last, ((0, 0), (0, width - 1), (0, 0))), jnp.zeros((B, width), jnp.int32), known, kept)
 
     def propose(self, state: HeadState, cache: Cache, current: Round) -> tuple[Proposal, HeadState, Cache]:
         head, width = self.head, state.hidden.shape[1]
@@ -134,12 +157,14 @@ class Eagle3Draft(Draft):
 
     def commit(self, state: HeadState, result: RoundResult, cache: Cache) -> HeadState:
         came, more = (result.count > 0)[:, None], state.hidden.shape[1] - result.tokens.shape[1]
-        hidden = jnp.pad(self.head.fused(result.features), ((0, 0), (0, more), (0, 0)))
+        fused, until = self.head.fused(result.features), cache.lengths.total
+        hidden, begin = jnp.pad(fused, ((0, 0), (0, more), (0, 0))), until - result.count
         return HeadState(
             state.own,
             jnp.where(came[..., None], hidden, state.hidden),
             jnp.where(came, jnp.pad(result.tokens, ((0, 0), (0, more))), state.tokens),
             jnp.where(came[:, 0], result.count, state.count),
+            state.kept.put(fused, begin[:, None] + jnp.arange(fused.shape[1]), begin, begin, until),
         )
 
 
