@@ -20,6 +20,7 @@ from pallas_kernels.formats.views import FULL_PRECISION
 from qspec_jax.caches.cache import AppendedCache, Cache, where_rows
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.eagle3 import load_head
+from qspec_jax.checkpoints.random_head import random_head
 from qspec_jax.drafts.draft import Draft, Prompt, Proposal, Round, RoundResult, Taps, propose_by_steps
 from qspec_jax.drafts.kept_features import KeptFeatures
 from qspec_jax.drafts.own_cache import Window
@@ -34,6 +35,7 @@ from qspec_jax.settings_text import check_settings, setting
 log = logging.getLogger(__name__)
 # Features are kept of this many tokens more than a window: those that `State.trim` may cut off where a group has 128 tokens.
 TRIMMED = 255
+RANDOM = "random"  # instead of a checkpoint
 
 
 @jax.tree_util.register_dataclass
@@ -171,9 +173,10 @@ class Eagle3Draft(Draft):
 @dataclasses.dataclass(frozen=True)
 class Eagle3Settings:
     """The checkpoint is a directory of config.json and safetensors, as SpecForge and speculators write it, of a head that was trained for
-    this target. For a head with a sliding window `sinks` counts as 0, and `window` is at most that window, as a log line says."""
+    this target. With model=random it is a head of the usual size whose drafts are hardly ever accepted. For a head with a sliding window
+    `sinks` counts as 0, and `window` is at most that window, as a log line says."""
 
-    model: str = setting("", "The head's checkpoint: a directory, or ORG/NAME on the Hub.")
+    model: str = setting("", "The head's checkpoint: a directory, or ORG/NAME on the Hub; random for random weights, to measure speed.")
     sinks: int = setting(4, "How many of the text's first tokens the head reads.", minimum=0)
     window: int = setting(1020, "How many of its most recent tokens it reads.", minimum=1)
     weight_bits: int = setting(16, "Bits of its linear layers: INT4, or as they are.", choices=(4, 16))
@@ -187,11 +190,11 @@ class Eagle3Settings:
     @property
     def checkpoints(self) -> tuple[str, ...]:
         """The checkpoints that it reads besides the target's."""
-        return (self.model,)
+        return () if self.model == RANDOM else (self.model,)
 
     def make(self, model: Llama, int4: Callable[[], Llama]) -> Eagle3Draft:
         """The draft of a model. Raises InputError as `load_head` does, and for a window that the head's positions or RoPE do not allow."""
-        head = self._in_bits(load_head(self.model, model))
+        head = self._in_bits(random_head(model) if self.model == RANDOM else load_head(self.model, model))
         if (kind := head.config.rope.rope_type) in ("dynamic", "longrope"):
             raise InputError(f"{self.model}: the head's {kind} RoPE depends on the length of the whole text, of which it reads a window")
         if (own := head.config.sliding_window) is not None and head.config.windowed_layers:
