@@ -25,6 +25,7 @@ from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.reading import extend, prefill
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.round import current_round, propose
+from qspec_jax.decoding.rows import joined
 from qspec_jax.decoding.sampling import Greedy, make_sampler
 from qspec_jax.decoding.saving import load_state, save_state
 from qspec_jax.drafts.cascade import CascadeDraft
@@ -167,6 +168,20 @@ def test_the_window_of_what_was_generated_cut_and_read(float64, cut, tmp_path):
     alone = [generate(model, [each], config=config) for each in (before, state)]
     both = generate(model, [before, state], config=config)
     assert both.token_ids == [each.token_ids[0] for each in alone] and both.stats.rows == [each.stats.rows[0] for each in alone]
+
+
+def test_rows_that_read_together_are_as_alone(float64):
+    """Of several lengths, one of which reads nothing and stays as it is; in a text of which the head reads a window, and in a short one."""
+    model = random_model(jnp.float64)
+    config = with_draft(dataclasses.replace(FULL, num_speculative_tokens=3), Eagle3Draft(random_head(model), 3, 9))
+    first = prefill(model, READ[:2], config=config, room=400)
+    before = [extend(first, READ[2:n]) if n > 2 else first for n in (250, 2, 90, 90)]
+    ends = [255, 100, 91, 90]
+    rows = joined(before, ends)
+    rows.read(before, [READ[:end] for end in ends], ends)
+    for b, (state, end) in enumerate(zip(before, ends, strict=True)):
+        found = rows.state(b, state, np.array(READ[:end], np.int32), end)
+        assert same_heads(found, prefill(model, READ[:end], config=config))
 
 
 def without_features(path):

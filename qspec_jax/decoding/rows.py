@@ -1,6 +1,7 @@
 """States as the rows of a batch, which reads more tokens."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -131,9 +132,7 @@ class Rows:
         guesses = reader.begins if reader.cache.guesses else None
         counts, scored, features = [], [], None
         if taps is not None:
-            config = reader.model.config
-            shape = len(n), taps.first + taps.last, len(taps.layers) * config.hidden_size
-            features = jnp.zeros(shape, reader.model.dtype)
+            features = jnp.zeros((len(n), *features_shape(reader, taps)), reader.model.dtype)
         while n != list(cached):
             counts.append([tokens_of_pass(schedule, *of_row, width) for of_row in zip(n, cached, strict=True)])
             due = any(count == schedule.until_flush(tokens) for tokens, count in zip(n, counts[-1]))
@@ -201,6 +200,17 @@ def joined(states: Sequence[State], lengths: Sequence[int], on_compile: Callable
             shared_groups = jnp.full(len(pages), shared, jnp.int32)
         cache = with_table(cache, pool.table(pages, schedule.max_flushes(room.capacity)), shared_groups)
     return Rows(reader, room, cache, draft, logits, queries, [state.num_queries for state in states], pages, borrowed, on_compile)
+
+
+def features_shape(reader: Reader, taps: Taps) -> tuple[int, int]:
+    """The shape of the features of a row: tokens and channels."""
+    return taps.first + taps.last, len(taps.layers) * reader.model.config.hidden_size
+
+
+def features_bytes(reader: Reader) -> int:
+    """The most bytes of the features that the draft is given of a row that reads more; 0 for a draft that reads none."""
+    taps = None if reader.begins is None else reader.begins.taps
+    return 0 if taps is None else math.prod(features_shape(reader, taps)) * reader.model.dtype.itemsize
 
 
 def alone(cache: Cache) -> Cache:

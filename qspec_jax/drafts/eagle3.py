@@ -13,6 +13,7 @@ from typing import Self
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.formats.kv_cache import Lengths
@@ -100,13 +101,25 @@ class Eagle3Draft(Draft):
         return ("vocab_size", self.head.config.vocab_size), ("hidden_size", self.head.settings.target_hidden_size)
 
     def begin(self, prompt: Prompt) -> HeadState:
-        head, taps = self.head, self.taps
-        none = KeptFeatures.none(prompt.n.shape[0], taps.first + taps.last, head.config.hidden_size, head.dtype, sinks=self.sinks)
-        return self._read(prompt, self._with_features(none, prompt, jnp.zeros_like(prompt.n)))
+        head, taps, zeros = self.head, self.taps, jnp.zeros_like(prompt.n)
+        none = KeptFeatures.none(len(zeros), taps.first + taps.last, head.config.hidden_size, head.dtype, sinks=self.sinks)
+        return self._begun(prompt, none, zeros)
 
     def begin_again(self, state: HeadState, prompt: Prompt, unchanged: Int[Array, "B"]) -> HeadState:
-        found = self._read(prompt, self._with_features(state.kept, prompt, unchanged))
-        return where_rows(prompt.n > unchanged, found, state)
+        return where_rows(prompt.n > unchanged, self._begun(prompt, state.kept, unchanged), state)
+
+    def _begun(self, prompt: Prompt, kept: KeptFeatures, begin: Int[Array, "B"]) -> HeadState:
+        """The state of rows that have read their tokens from begin[b] on. kept: features of those before."""
+
+        def begun(prompt: Prompt, kept: KeptFeatures, begin: Int[Array, "B"]) -> HeadState:
+            return self._read(prompt, self._with_features(kept, prompt, begin))
+
+        def row(args: tuple) -> HeadState:
+            return jax.tree.map(lambda x: x[0], begun(*jax.tree.map(lambda x: x[None], args)))
+
+        args = dataclasses.replace(prompt, cache=None, queries=(), num_queries=None), kept, begin
+        # One row after the other: the attention of a window takes far more memory than the window.
+        return begun(*args) if len(begin) == 1 else lax.map(row, args)
 
     def _with_features(self, kept: KeptFeatures, prompt: Prompt, begin: Int[Array, "B"]) -> KeptFeatures:
         """The features with those of a prompt's tokens from begin[b] on."""
@@ -121,8 +134,7 @@ class Eagle3Draft(Draft):
         head, n, size, width = self.head, prompt.n, self.sinks + self.window, prompt.gamma + 1
         B, column, known = n.shape[0], jnp.arange(size), (kept.until == n).astype(n.dtype)
         recent = jnp.maximum(kept.recent, n - 1 - self.window)
-        sinks, rest = kept.origin[:, None] + column, recent[:, None] + column - self.sinks
-        at = jnp.where(column < self.sinks, sinks, rest)
+        at = jnp.where(column < self.sinks, kept.origin[:, None] + column, recent[:, None] + column - self.sinks)
         tokens = jnp.take_along_axis(prompt.tokens, jnp.minimum(at + 1, prompt.tokens.shape[1] - 1), 1)
         # A pass over no more than what the head reads needs no sliding window of the cache.
         config = dataclasses.replace(head.config, sliding_layers=(), sliding_window=None)
