@@ -150,11 +150,11 @@ def test_the_window_after_more_was_read_is_that_of_the_whole_text(float64, first
     assert out.stats.rows == again.stats.rows and out.stats.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("cut", [*in_system(1, 40), 200])
-def test_the_window_of_what_was_generated_cut_and_read(float64, cut, tmp_path):
+@pytest.mark.parametrize(("cut", "sinks"), [*in_system((1, 3), (40, 0)), (200, 3)])
+def test_the_window_of_what_was_generated_cut_and_read(float64, cut, sinks, tmp_path):
     """From forks and files, too; rows of several lengths that read in one batch, some of which read nothing, are as they are alone."""
     model = random_model(jnp.float64)
-    made = Eagle3Draft(random_head(model), 3, 9)
+    made = Eagle3Draft(random_head(model), sinks, 9)
     config = with_draft(dataclasses.replace(FULL, num_speculative_tokens=3, max_new_tokens=12), made)
     before = generate(model, [prefill(model, READ[:300], config=config)], config=config).states[0]
     save_state(before, tmp_path / "state")
