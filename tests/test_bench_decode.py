@@ -9,6 +9,7 @@ import types
 import jax
 import pytest
 from bench_commands import FAST
+from tiers import in_system
 
 from qspec_jax import plots
 from qspec_jax.bench import decode, decode_case, decode_report, decode_rows, decode_steps, timing
@@ -83,6 +84,21 @@ def decoded_batches(small_model):
         settings = decode.Settings(100, rate=0.5, bandwidth=decode.Bandwidth(20.0), repeats=1)
         rows = decode.measure(small_model, lambda: small_model, cases, [list(range(100))], settings, batch_sizes=(1, 4))
         return list(zip(decode_rows.compared(list(rows)), states, strict=True))
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        "cascade:first=(eagle3:model=random,window=20),middle=(quantspec:weight_bits=16)",
+        *in_system("eagle3:model=random,window=20", "cascade:first=prompt-lookup,middle=(sparse:budget=0.2)"),
+    ],
+)
+def test_heads_of_random_weights_and_cascades_are_measured(small_model, draft):
+    cases = [decode_rows.Case(decode_rows.DecodeMethod(draft, "int8", draft), 4)]
+    settings = decode.Settings(60, rate=0.8, inner_rate=0.6 if "cascade" in draft else None)
+    (row,) = decode.measure(small_model, lambda: small_model, cases, [list(range(100))], settings)
+    assert (row.status, row.note, row.simulated_inner_rate) == ("measured", "", settings.inner_rate)
+    assert 0.4 < row.acceptance_ratio < 0.8 and row.rounds < row.new_tokens < 60
 
 
 @pytest.mark.system
@@ -356,6 +372,22 @@ def test_a_simulation_says_so(run, monkeypatch, tmp_path, caplog):
         ("Acceptance is SIMULATED at 200 tokens", "0.800"),
         ("Acceptance is SIMULATED at 64 tokens", "0.900"),
     ]
+
+
+def test_long_drafts_leave_room_for_the_figures(run, monkeypatch):
+    def measured(model, int4, cases, prompts, settings, **_):
+        steps = {"target": decode_rows.StepTiming(timing.Timing(1000.0, 1000.0, 1000.0, 1, 1, 1, ""), 4000, 0.5)}
+        figures = dict(decode_s=1.0, new_tokens=147, rounds=49, prefill_s=1.0, tokens_per_second=200.0, ms_per_token=5.0)
+        figures |= dict(
+            simulated_rate=settings.rate, simulated_ratio=0.75, acceptance_ratio=0.75, cache_bytes=1000, peak_memory_bytes=2000, steps=steps
+        )
+        return [decode_rows.DecodeRow(case.method.name, len(prompts[0]), case.gamma, "measured", **figures) for case in cases]
+
+    monkeypatch.setattr(decode, "measure", measured)
+    draft = "cascade:first=(eagle3:model=random,window=1020,weight_bits=4),middle=(sparse:budget=0.1,weight_bits=16)"
+    code, out, _ = run(*FAST, "--draft", draft, "--simulate-acceptance", 0.8)
+    words = out.split()
+    assert code == 0 and "0.750 (sim.)" in out and {"accepted", "tokens/s", "peak", "0.0000020", "1,000.0"} <= {*words}
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from heads import random_head, write_head
 from runs import prepared, random_model, random_prompts, with_draft
+from safetensors.flax import load_file
 from test_eagle3_head import HEADS, NAMES, close
 from tiers import in_system
 
@@ -24,12 +25,15 @@ from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.reading import extend, prefill
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.round import current_round, propose
+from qspec_jax.decoding.rows import joined
 from qspec_jax.decoding.sampling import Greedy, make_sampler
+from qspec_jax.decoding.saving import load_state, save_state
 from qspec_jax.drafts.cascade import CascadeDraft
 from qspec_jax.drafts.combine import CombinedDraft
-from qspec_jax.drafts.eagle3 import Eagle3Draft
+from qspec_jax.drafts.eagle3 import Eagle3Draft, HeadState
 from qspec_jax.drafts.registry import make_draft
 from qspec_jax.errors import InputError
+from qspec_jax.states import file
 
 FULL = GenerationConfig(draft="none", cache="full", max_new_tokens=40, ignore_eos=True)
 
@@ -101,15 +105,111 @@ def test_what_a_head_has_read_by_rounds_is_what_it_reads_at_once(float64, sinks)
     assert compared > 12 and (accepted > 0).all() and (accepted < 27).all() and (np.asarray(state.draft.own.cache.taken) > window).all()
 
 
-def test_after_more_was_read_the_head_begins_again(float64):
-    """It proposes nothing in the first round, as the features of the last token are not known."""
-    model, (first, more) = random_model(jnp.float64), random_prompts([30, 11])
-    draft = Eagle3Draft(random_head(model), 2, 9)
-    config = with_draft(dataclasses.replace(FULL, num_speculative_tokens=3), draft)
-    state = extend(prefill(model, first, config=config), more)
-    out = generate(model, [state], config=config)
-    assert out.token_ids == generate(model, [[*first, *more]], config=FULL).token_ids
-    assert 0 < out.stats.num_draft_tokens < 3 * out.stats.num_spec_steps
+READ = random_prompts([600], seed=3)[0]
+
+
+def head_states(state):
+    """What the heads in a state have read, by names, without what is beyond the pairs that they read, or waits for no token."""
+    found = []
+    for each in jax.tree.leaves(state.draft, is_leaf=lambda x: isinstance(x, HeadState)):
+        if isinstance(each, HeadState):
+            cache, pairs = each.own.cache, int(each.own.cache.taken[0])
+            places = jnp.arange(min(pairs, int(cache.kept[0] + cache.ring[0])))[None, None]
+            read = [layer.read(places) for layer in cache.layers]
+            found.append(dict(count=each.count, pairs=pairs, skipped=each.own.skipped, waits=each.hidden[:, 0], read=read))
+    return found
+
+
+def same_heads(one, two):
+    one, two = head_states(one), head_states(two)
+    assert one and all((each["count"] == 1).all() for each in two)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9), one, two)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("first", "pieces"),
+    [(30, [11]), *in_system((30, [1] * 5), (2, [1, 60]), (30, [300]), (30, [300, 3, 1]), (3, [1]), (1, [2, 250, 4]), (300, [6]))],
+)
+@pytest.mark.parametrize("draft", ["a head of two layers", *in_system("a cascade", "a combine")])
+def test_the_window_after_more_was_read_is_that_of_the_whole_text(float64, first, pieces, draft):
+    """And so are the first drafts, and what follows, over a cache in full precision, where prefill and extension give the same features."""
+    model, two = random_model(jnp.float64), draft == "a head of two layers"
+    made = Eagle3Draft(random_head(model, **(dict(num_hidden_layers=2) if two else {})), 3, 9)
+    if not two:
+        quantspec = make_draft("quantspec:weight_bits=16", model)
+        made = CascadeDraft(made, quantspec) if draft == "a cascade" else CombinedDraft(make_draft("prompt-lookup", model), made)
+    config = with_draft(dataclasses.replace(FULL, num_speculative_tokens=3, max_new_tokens=12), made)
+    state, n = prefill(model, READ[:first], config=config), first
+    for piece in pieces:
+        state, n = extend(state, READ[n : n + piece]), n + piece
+    whole = prefill(model, READ[:n], config=config)
+    assert same_heads(state, whole)
+    out, again = (generate(model, [each], config=config) for each in (state, whole))
+    assert out.token_ids == again.token_ids == generate(model, [READ[:n]], config=dataclasses.replace(FULL, max_new_tokens=12)).token_ids
+    assert out.stats.rows == again.stats.rows and out.stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize(("cut", "sinks"), [*in_system((1, 3), (40, 0)), (200, 3)])
+def test_the_window_of_what_was_generated_cut_and_read(float64, cut, sinks, tmp_path):
+    """From forks and files, too; rows of several lengths that read in one batch, some of which read nothing, are as they are alone."""
+    model = random_model(jnp.float64)
+    made = Eagle3Draft(random_head(model), sinks, 9)
+    config = with_draft(dataclasses.replace(FULL, num_speculative_tokens=3, max_new_tokens=12), made)
+    before = generate(model, [prefill(model, READ[:300], config=config)], config=config).states[0]
+    save_state(before, tmp_path / "state")
+    tokens = before.tokens.tolist()
+    for state in (*before.fork(2), load_state(tmp_path / "state", model, config=config)):
+        whole = prefill(model, [*tokens, *READ[400:430]], config=config)
+        assert same_heads(extend(extend(state, READ[400:401]), READ[401:430]), whole)
+    short = [*tokens[: len(tokens) - cut], *READ[400:402]]
+    state = extend(before.trim(len(tokens) - cut), READ[400:402])
+    assert same_heads(state, prefill(model, short, config=config))
+    alone = [generate(model, [each], config=config) for each in (before, state)]
+    both = generate(model, [before, state], config=config)
+    assert both.token_ids == [each.token_ids[0] for each in alone] and both.stats.rows == [each.stats.rows[0] for each in alone]
+
+
+def test_rows_that_read_together_are_as_alone(float64):
+    """Of several lengths, one of which reads nothing and stays as it is; in a text of which the head reads a window, and in a short one."""
+    model = random_model(jnp.float64)
+    config = with_draft(dataclasses.replace(FULL, num_speculative_tokens=3), Eagle3Draft(random_head(model), 3, 9))
+    first = prefill(model, READ[:2], config=config, room=400)
+    before = [extend(first, READ[2:n]) if n > 2 else first for n in (250, 2, 90, 90)]
+    ends = [255, 100, 91, 90]
+    rows = joined(before, ends)
+    rows.read(before, [READ[:end] for end in ends], ends)
+    for b, (state, end) in enumerate(zip(before, ends, strict=True)):
+        found = rows.state(b, state, np.array(READ[:end], np.int32), end)
+        assert same_heads(found, prefill(model, READ[:end], config=config))
+
+
+def without_features(path):
+    """Writes a saved state as before the features of heads were kept."""
+    header, arrays = file.read_header(path), load_file(path)
+    file.write(path, header | {"format": 2}, {name: x for name, x in arrays.items() if ".kept." not in name})
+
+
+def test_what_a_head_reads_where_features_are_not_known(float64, tmp_path):
+    """Those of tokens that left the ring before a text was cut, or of a state of an older file. Then the window begins later."""
+    model = random_model(jnp.float64)
+    made = Eagle3Draft(random_head(model), 3, 9)
+    config = with_draft(dataclasses.replace(FULL, num_speculative_tokens=3), made)
+    whole = prefill(model, READ, config=config)
+    save_state(whole, tmp_path / "state")
+    without_features(tmp_path / "state")
+    older = load_state(tmp_path / "state", model, config=config)
+    assert generate(model, [older], config=config).stats.rows == generate(model, [whole], config=config).stats.rows
+    after = generate(model, [older], config=config).states[0]
+    for state, pairs in (
+        (extend(whole.trim(200), READ[200:206]), 3 + 5),  # the first tokens, and the new ones but the last
+        (extend(older, READ[:7]), 6),
+        (extend(extend(older, READ[:3]), READ[3:50]), 12),
+        (extend(after, READ[:3]), 12),
+    ):
+        assert head_states(state)[0]["pairs"] == pairs
+        expected = generate(model, [state.tokens.tolist()], config=FULL).token_ids
+        assert generate(model, [state], config=config).token_ids == expected
 
 
 def test_two_that_read_other_features_are_refused():

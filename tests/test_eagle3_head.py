@@ -18,15 +18,17 @@ from read_checkpoints import edit_json, refused
 from safetensors.numpy import load_file, save_file
 
 from pallas_kernels.formats.views import FULL_PRECISION
+from qspec_jax.bench.architectures import architecture, random_model
 from qspec_jax.caches.compact import CompactCache
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.eagle3 import load_head
 from qspec_jax.checkpoints.eagle3_config import residual_taps
 from qspec_jax.checkpoints.huggingface import load_config
 from qspec_jax.checkpoints.loading import load_model
+from qspec_jax.checkpoints.random_head import random_head
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
-from qspec_jax.quantization.outline import outline
+from qspec_jax.quantization.outline import is_outline, outline
 
 HEADS = Path(__file__).parent / "goldens" / "heads"
 SPECFORGE, SPECULATORS, NORMED, WHOLE = "eagle3-specforge", "eagle3-speculators", "eagle31-norm-output", "eagle3-qwen3-full-vocabulary"
@@ -389,6 +391,17 @@ MISTAKES = [
     (WHOLE, tensors(lambda t: t.pop("layers.0.self_attn.q_norm.weight")), ("missing layers.0.self_attn.q_norm.weight",)),
     (WHOLE, tensors(lambda t: t.update(d2t=np.array([1, -1] + [0] * 318))), ("d2t", "should be 0 everywhere")),
 ]
+
+
+def test_a_head_of_random_weights_has_the_usual_sizes():
+    """Those of heads for Llama-3.1-8B; and for shapes of fewer layers it reads others of the target's."""
+    head = random_head(outline(architecture("llama-3.1-8b")))
+    weights = head.weights()
+    assert head.taps == (2, 16, 29) and weights["fc.weight"].shape == (4096, 3 * 4096)
+    assert weights["head"].shape == (32000, 4096) and weights["embedding"].shape == (128256, 4096) and is_outline(head)
+    assert [random_head(outline(architecture("tiny", layers))).taps for layers in (1, 2)] == [(0, 1), (0, 1, 2)]
+    head, target = random_head(small := random_model(architecture("tiny"))), small.head.get_value()
+    assert head.head.get_value() is target and head.settings.has_whole_vocabulary and head.dtype == small.dtype
 
 
 @pytest.mark.parametrize(("name", "edit", "named"), MISTAKES, ids=lambda v: v[0] if isinstance(v, tuple) else None)

@@ -333,9 +333,7 @@ def test_samples_of_a_prompt_are_rows_that_read_it_once(model, draft, cache):
     assert [len(tokens) for tokens in again.token_ids] == [20] * 10
 
 
-@pytest.mark.parametrize(
-    "draft, cache", [pytest.param(*case, marks=pytest.mark.system) for case in (("quantspec", "int8"), ("snapkv", "full"))]
-)
+@pytest.mark.parametrize("draft, cache", in_system(("quantspec", "int8"), ("snapkv", "full"), ("eagle3:model=random,window=9", "int8")))
 def test_requests_that_share_a_prefix(model, draft, cache):
     """Neither neighbours nor order, batch size or what shares the prefix change a result; each prefix is read once. With fewer settings, as
     lines of a file: test_prefixes.py."""

@@ -46,6 +46,8 @@ def small(tmp_path_factory):
             "retrieval:budget=44,chunk=2,rebuild=8",
             "snapkv:budget=40",
             "streaming-llm:budget=40",
+            "eagle3:model=random,window=20",
+            "cascade:first=(eagle3:model=random,window=90),middle=(quantspec:weight_bits=16)",
         ),
     ],
 )

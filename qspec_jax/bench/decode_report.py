@@ -42,10 +42,10 @@ class DecodeReport(Run):
         batches = any(row.batch_size > 1 for row in self.rows)
         of_host = [] if self.copy_bandwidth_gb_per_s is None else ["MB copied", "GB/s"]
         columns = _columns(batches)
-        wraps = ("prefill s", "compile s", "cache GB", "peak GB", "copies")
+        wraps = ("method", "prefill s", "compile s", "cache GB", "peak GB", "copies")
         whole = grid(*columns, left=("method",), wraps=wraps)
         names = [label for label in ("context", "rows", "method", "gamma") if label in columns]
-        steps = grid(*names, "step", "us", "quartiles", "MB", *of_host, "of its floor", left=("method", "step"))
+        steps = grid(*names, "step", "us", "quartiles", "MB", *of_host, "of its floor", left=("method", "step"), wraps=("method",))
         missing = ""
         for row in self.rows:
             whole.add_row(*(cell(row) for cell in columns.values()))

@@ -49,7 +49,7 @@ def load_head(directory: str | Path, target: Llama, *, dtype: str | None = None)
     if is_gguf(directory):
         raise InputError(f"{directory}: is a model in GGUF; a head is read from a directory with config.json and safetensors")
     settings = load_head_config(directory, target.checkpoint_config)
-    targets = _of_the_target(settings, target, wanted)
+    targets = weights_of_target(settings, target, wanted)
     if is_outline(target):
         return Eagle3Head(settings, lambda path, shape: _outline(path, shape, wanted), **targets)
     tensors = _tensors(directory)
@@ -73,8 +73,8 @@ def load_head(directory: str | Path, target: Llama, *, dtype: str | None = None)
     return head if mesh is None else jax.device_put(head, NamedSharding(mesh, PartitionSpec()))
 
 
-def _of_the_target(settings: Eagle3Config, target: Llama, dtype: jnp.dtype) -> dict[str, Weight]:
-    """The target's embedding and head, by their paths, as far as they have the head's sizes."""
+def weights_of_target(settings: Eagle3Config, target: Llama, dtype: jnp.dtype) -> dict[str, Weight]:
+    """The target's embedding and head, by their paths, as far as a head with these settings may use them as its own."""
     if settings.layers.hidden_size != settings.target_hidden_size:
         return {}
     embedding = target.embedding.get_value()

@@ -16,7 +16,7 @@ from qspec_jax.caches.cache import AppendedCache, Cache
 from qspec_jax.caches.queried import QueriedCache
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.decoding.compiled import Compiled
-from qspec_jax.drafts.draft import Draft, Prompt
+from qspec_jax.drafts.draft import Draft, Prompt, Taps
 from qspec_jax.models.viewed import ViewedModel
 from qspec_jax.states.state import Room
 
@@ -47,12 +47,18 @@ class LastQueriesCache(QueriedCache):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Extended:
-    """Rows that have read more; see `State`."""
+    """Rows that have read more; see `State`.
+
+    Attributes:
+        features: of the tokens that `Taps.of_prompt` says in the rows as they will have read them, as far as they were read by these
+            passes; None where nothing reads features.
+    """
 
     cache: Cache
     draft: Any
     logits: Float[Array, "B V"]
     queries: tuple[Float[Array, "B Q N H"], ...]
+    features: Float[Array, "B W F"] | None = None
 
 
 def _passed(
@@ -64,6 +70,7 @@ def _passed(
     *,
     width: int,
     scores: bool,
+    taps: Taps | None,
 ) -> tuple[Extended, tuple[Float[Array, "B W"], Bool[Array, "B W"]] | None]:
     """Rows that have read on by one pass, as `tokens_of_pass` says; those that have read all of their tokens stay. The caller
     flushes rows that are due then.
@@ -76,12 +83,13 @@ def _passed(
         end: the number of tokens to read.
         width: the tokens of a pass, besides a guess at the next one.
         scores: whether the tokens that are read are scored.
+        taps: which features are taken; None: none are.
 
     Returns:
         The rows; and of the tokens of the pass, by the logits before each, the log-probability and whether it is the most likely token.
         None if they are not scored.
     """
-    cache, state, queries, logits = rows.cache, rows.draft, rows.queries, rows.logits
+    cache, state, queries, logits, features = rows.cache, rows.draft, rows.queries, rows.logits, rows.features
     n = cache.lengths.total
     count = jnp.clip(jnp.minimum(end - n - 1, cache.draft_room) + 1, 0, width)
     positions = n[:, None] + jnp.arange(width)
@@ -93,7 +101,9 @@ def _passed(
         state = guesses.after_pass(state, found[:, width].argmax(-1), count > 0)
         found = found[:, :width]
     else:
-        found, after = target(tokens, positions, LastQueriesCache(cache, queries, count) if queries else cache)
+        read = LastQueriesCache(cache, queries, count) if queries else cache
+        found, after, seen = target.watched(tokens, positions, read, taps=() if taps is None else taps.layers)
+        features = None if taps is None else _with_features(features, seen.features, taps, positions, n + count, end)
     if queries:
         queries, after = after.queries, after.cache
     scored = None
@@ -104,7 +114,22 @@ def _passed(
         scored = of_tokens, before.argmax(-1) == tokens
     of_last = jnp.take_along_axis(found, jnp.maximum(count - 1, 0)[:, None, None], 1)[:, 0]
     logits = jnp.where((count > 0)[:, None], of_last, logits)
-    return Extended(after.keep(cache.lengths, count), state, logits, queries), scored
+    return Extended(after.keep(cache.lengths, count), state, logits, queries, features), scored
+
+
+def _with_features(
+    features: Float[Array, "B W F"],
+    seen: Float[Array, "B T F"],
+    taps: Taps,
+    positions: Int[Array, "B T"],
+    read: Int[Array, "B"],
+    end: Int[Array, "B"],
+) -> Float[Array, "B W F"]:
+    """The features with those of a pass's tokens, before position read[b], each where `Taps.of_prompt` has it in rows of end[b] tokens."""
+    columns = positions - jnp.maximum(end - features.shape[1], 0)[:, None]
+    columns = jnp.where(positions < taps.first, positions, jnp.where(columns < taps.first, features.shape[1], columns))
+    columns = jnp.where(positions < read[:, None], columns, features.shape[1])
+    return jax.vmap(lambda row, new, at: row.at[at].set(new, mode="drop"))(features, seen.astype(features.dtype), columns)
 
 
 def _flushed(cache: Cache) -> Cache:
@@ -117,6 +142,7 @@ def _begun_again(
     cache: Cache,
     queries: tuple[Float[Array, "B Q N H"], ...],
     num_queries: Int[Array, "B"],
+    features: Float[Array, "B W F"] | None,
     text: Int[Array, "B S"],
     end: Int[Array, "B"],
     unchanged: Int[Array, "B"],
@@ -124,13 +150,14 @@ def _begun_again(
     room: Room,
 ) -> Any:
     """See `Draft.begin_again`. end: the number of tokens that each row has read. num_queries: see `State`."""
-    prompt = Prompt(text, end, cache, queries, num_queries=num_queries, capacity=room.capacity, gamma=room.gamma)
+    sizes = dict(capacity=room.capacity, gamma=room.gamma)
+    prompt = Prompt(text, end, cache, queries, num_queries=num_queries, features=features, **sizes)
     return draft.begin_again(state, prompt, unchanged)
 
 
 # A pass has no loop and no condition, for which the host would wait before it goes on: it knows how many passes there are, and after which
 # of them rows are due.
-PASS = Compiled(_passed, passes=True, static_argnames=("width", "scores"), donate_argnames=("rows",))
+PASS = Compiled(_passed, passes=True, static_argnames=("width", "scores", "taps"), donate_argnames=("rows",))
 FLUSH = Compiled(_flushed, passes=True, donate_argnames=("cache",))
 BEGIN_AGAIN = Compiled(_begun_again, passes=True, static_argnames=("room",), donate_argnames=("state",))
 

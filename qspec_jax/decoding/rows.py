@@ -1,6 +1,7 @@
 """States as the rows of a batch, which reads more tokens."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,6 +16,7 @@ from qspec_jax.decoding.compiled import Compiled, rounded_up
 from qspec_jax.decoding.extend import BEGIN_AGAIN, FLUSH, PASS, Extended, tokens_of_pass
 from qspec_jax.decoding.host_residence import refused
 from qspec_jax.decoding.state_arrays import concatenated, row_of
+from qspec_jax.drafts.draft import Taps
 from qspec_jax.errors import HostMemoryError
 from qspec_jax.states.pages import HeldPages, num_shared
 from qspec_jax.states.pool import with_table
@@ -100,13 +102,13 @@ class Rows:
         new = [end - n for n, end in zip(begun, cached, strict=True)]
         width = min(rounded_up(max(new)), self.room.appended + 1, together(reader)) if reader.cache.takes_drafts else 1
         self.own()
-        text, end = jnp.asarray(text), int32(cached)
+        text, end, taps = jnp.asarray(text), int32(cached), None if scores else self._taps(max(new), width)
         with self.in_use():
-            counts, scored = self._passes(text, end, begun, cached, width, scores=scores)
+            counts, scored, features = self._passes(text, end, begun, cached, width, scores=scores, taps=taps)
             if self.queries:
                 self.num_queries = [min(known + more, self.queries[0].shape[1]) for known, more in zip(self.num_queries, new, strict=True)]
             if (draft := reader.begins) is not None and not draft.guesses and not scores:
-                rows = self.draft, self.lent(self.cache), self.queries, int32(self.num_queries)
+                rows = self.draft, self.lent(self.cache), self.queries, int32(self.num_queries), features
                 args = draft.in_prefill(), *rows, text, end, int32(begun)
                 self.draft = self._run(BEGIN_AGAIN, *args, room=self.room)
         if not scores:
@@ -114,27 +116,37 @@ class Rows:
         logprobs, likely = zip(*jax.device_get(scored))
         return [_of_row(b, of_row, logprobs, likely) for b, of_row in enumerate(zip(*counts, strict=True))]
 
+    def _taps(self, new: int, width: int) -> Taps | None:
+        """The features that the draft is to be given once at most `new` tokens of a row were read; no more than one pass has, if it has all
+        of them."""
+        draft = self.reader.begins
+        taps = None if draft is None else draft.taps
+        return dataclasses.replace(taps, last=min(taps.last, width)) if taps and new <= width else taps
+
     def _passes(
-        self, text: Array, end: Array, begun: Sequence[int], cached: Sequence[int], width: int, *, scores: bool
-    ) -> tuple[list[list[int]], list[tuple[Array, Array] | None]]:
-        """Runs passes until each row has read its tokens. Returns how many each row has read in each pass, and the scores of each."""
+        self, text: Array, end: Array, begun: Sequence[int], cached: Sequence[int], width: int, *, scores: bool, taps: Taps | None
+    ) -> tuple[list[list[int]], list[tuple[Array, Array] | None], Array | None]:
+        """Runs passes until each row has read its tokens. Returns how many each row has read in each pass, the scores of each, and the
+        features (`Extended`)."""
         reader, schedule, n = self.reader, self.reader.schedule, list(begun)
         guesses = reader.begins if reader.cache.guesses else None
-        counts, scored = [], []
+        counts, scored, features = [], [], None
+        if taps is not None:
+            features = jnp.zeros((len(n), *features_shape(reader, taps)), reader.model.dtype)
         while n != list(cached):
             counts.append([tokens_of_pass(schedule, *of_row, width) for of_row in zip(n, cached, strict=True)])
             due = any(count == schedule.until_flush(tokens) for tokens, count in zip(n, counts[-1]))
             n = [tokens + count for tokens, count in zip(n, counts[-1])]
-            before = Extended(self.lent(self.cache), self.draft if guesses else (), self.logits, self.queries)
+            before = Extended(self.lent(self.cache), self.draft if guesses else (), self.logits, self.queries, features)
             args = reader.target, guesses, before, text, end
-            found, of_pass = self._run(PASS, *args, width=width, scores=scores)
-            self.cache, self.logits, self.queries = self.taken_back(found.cache), found.logits, found.queries
+            found, of_pass = self._run(PASS, *args, width=width, scores=scores, taps=taps)
+            self.cache, self.logits, self.queries, features = self.taken_back(found.cache), found.logits, found.queries, found.features
             if guesses:
                 self.draft = found.draft
             if due:
                 self.cache = self.taken_back(self._run(FLUSH, self.lent(self.cache)))
             scored.append(of_pass)
-        return counts, scored
+        return counts, scored, features
 
     def _run(self, program: Compiled, *args: Any, **static: Any) -> Any:
         executable, seconds = program.compile(*args, **static)
@@ -188,6 +200,17 @@ def joined(states: Sequence[State], lengths: Sequence[int], on_compile: Callable
             shared_groups = jnp.full(len(pages), shared, jnp.int32)
         cache = with_table(cache, pool.table(pages, schedule.max_flushes(room.capacity)), shared_groups)
     return Rows(reader, room, cache, draft, logits, queries, [state.num_queries for state in states], pages, borrowed, on_compile)
+
+
+def features_shape(reader: Reader, taps: Taps) -> tuple[int, int]:
+    """The shape of the features of a row: tokens and channels."""
+    return taps.first + taps.last, len(taps.layers) * reader.model.config.hidden_size
+
+
+def features_bytes(reader: Reader) -> int:
+    """The most bytes of the features that the draft is given of a row that reads more; 0 for a draft that reads none."""
+    taps = None if reader.begins is None else reader.begins.taps
+    return 0 if taps is None else math.prod(features_shape(reader, taps)) * reader.model.dtype.itemsize
 
 
 def alone(cache: Cache) -> Cache:

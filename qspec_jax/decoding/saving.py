@@ -23,7 +23,9 @@ from qspec_jax.models.prompts import bucket
 from qspec_jax.states import file
 from qspec_jax.states.state import Reader, Room, State
 
-FORMAT = 2  # of the files; it changes when their content gets another meaning
+FORMAT = 3  # of the files; it changes when their content gets another meaning
+# The features that a head keeps (`KeptFeatures`), which files of format 2 have not. Zeros mean that none are known.
+EARLIER, ADDED = 2, ".kept."
 COUNTS = ("cached", "num_queries")
 AUTO_SKIP = "skip=auto"
 # Parts of a state that may be None, and what a header says of each: whether it is in the file.
@@ -83,10 +85,9 @@ def load_with_notes(path: str | Path, model: Llama, *, config: GenerationConfig 
     """The state and the notes in a file; see `load_state`."""
     path = Path(path)
     header = file.read_header(path)
-    if header.get("format") != FORMAT:
-        raise InputError(
-            f"{path}: has version {header.get('format')!r:.60} of the format of states, and this program reads version {FORMAT}"
-        )
+    if header.get("format") not in (EARLIER, FORMAT):
+        known = f"this program reads versions {EARLIER} and {FORMAT}"
+        raise InputError(f"{path}: has version {header.get('format')!r:.60} of the format of states, and {known}")
     if fault := _fault(header, model):
         raise InputError(f"{path}: {NOT_SAVED_HERE}, since {fault}; {AGAIN}")
     config = _with_stored(path, header["settings"], config or GenerationConfig())
@@ -105,7 +106,7 @@ def _read_state(path: Path, header: dict[str, Any], reader: Reader) -> State:
     if header["known"]["adaptive"]:
         own["adaptive"] = jax.eval_shape(lambda: Adaptive.begin(1))
     shapes = {TOKENS: jax.ShapeDtypeStruct((header["tokens"],), jnp.int32)} | _named(OWN, own) | _named(GROUPS, groups)
-    arrays = file.read(path, shapes)
+    arrays = file.read(path, shapes, zeros=[name for name in shapes if header["format"] == EARLIER and ADDED in name])
 
     def filled(part: str, tree: Any) -> Any:
         return jax.tree.unflatten(jax.tree.structure(tree), [arrays[name] for name in _named(part, tree)])

@@ -13,6 +13,7 @@ from qspec_jax.decoding.fixed_batch import Run
 from qspec_jax.decoding.prepare import Prepared
 from qspec_jax.decoding.reading import state_of_prefix
 from qspec_jax.decoding.results import BatchStats, Result
+from qspec_jax.decoding.rows import features_bytes
 from qspec_jax.decoding.sampling import Sampler
 from qspec_jax.drafts.step_bytes import bytes_in_loop, bytes_of
 from qspec_jax.models.sharding import mesh_of
@@ -60,14 +61,15 @@ def run_shared(prepared: Prepared, batch: int | None, strategy: Callable[..., Sa
 def rows_that_fit(prepared: Prepared, prefix: State) -> int:
     """The number of rows over a prefix that fit the free memory, one at least.
 
-    A row needs its own arrays twice, as rows are put together out of states, and pages for what follows the prefix.
+    A row needs its own arrays twice, as rows are put together out of states, the features that a draft is given of what it reads, and
+    pages for what follows the prefix.
     """
     reader, count = prefix.reader, len(prepared.requests)
     free = free_bytes(mesh_of(reader.target))
     if free is None:
         return min(capacity.UNKNOWN_ROWS, count)
     free -= bytes_in_loop(prepared.draft)
-    own = 2 * bytes_of(prefix, on_device=True) + bytes_of_round(reader.model.config, prefix.room.gamma)
+    own = 2 * bytes_of(prefix, on_device=True) + bytes_of_round(reader.model.config, prefix.room.gamma) + features_bytes(reader)
     needed = [0] * count
     if (pool := reader.pool) is not None:
         lengths = (len(request.tokens) + request.config.max_new_tokens for request in prepared.requests)

@@ -64,7 +64,8 @@ class Prompt:
             `prompt_queries`, the last token's in the last row; empty if Q is 0.
         num_queries: how many of the last rows of `queries` are those of tokens; the others mean nothing. None: all tokens of a prompt that
             there are rows for.
-        features: of the tokens that the draft's `Taps.of_prompt` says; None if it has no taps, or they are not known.
+        features: of the tokens that the draft's `Taps.of_prompt` says, in `begin_again` perhaps of fewer last ones; None if it has no taps,
+            or they are not known.
         capacity: the maximum number of tokens of a row, the generated ones included.
         gamma: the maximum number of drafts in a round.
         width: columns of `tokens` in use: the longest prompt of this call, rounded up (`bucket`); the rest is padding. None: all.
@@ -267,7 +268,7 @@ class Draft(abc.ABC):
 
         Args:
             state: the state before.
-            prompt: the whole rows. Of the queries those of the tokens that were read last are known.
+            prompt: the whole rows. Of the queries those of the tokens that were read last are known, of the features those of new tokens.
             unchanged: the first unchanged[b] tokens of a row are those of the row whose state was given, the others are new.
         """
         return self.begin(prompt)

@@ -13,14 +13,17 @@ from typing import Self
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.formats.kv_cache import Lengths
 from pallas_kernels.formats.views import FULL_PRECISION
-from qspec_jax.caches.cache import AppendedCache, Cache
+from qspec_jax.caches.cache import AppendedCache, Cache, where_rows
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.eagle3 import load_head
+from qspec_jax.checkpoints.random_head import random_head
 from qspec_jax.drafts.draft import Draft, Prompt, Proposal, Proposes, Round, RoundResult, Taps, propose_by_steps
+from qspec_jax.drafts.kept_features import KeptFeatures
 from qspec_jax.drafts.own_cache import Window
 from qspec_jax.errors import InputError
 from qspec_jax.models.block import Weight
@@ -31,6 +34,9 @@ from qspec_jax.quantization.weights import is_linear, quantize_rows, quantize_we
 from qspec_jax.settings_text import check_settings, setting
 
 log = logging.getLogger(__name__)
+# Features are kept of this many tokens more than a window: those that `State.trim` may cut off where a group has 128 tokens.
+TRIMMED = 255
+RANDOM = "random"  # instead of a checkpoint
 
 
 @jax.tree_util.register_dataclass
@@ -43,12 +49,14 @@ class HeadState:
         hidden: the fused features of the pairs to read.
         tokens: the token of each of these pairs but the last, whose token is the pending one.
         count: the number of these pairs; 0 where no features of the row's last token are known.
+        kept: the features of the target's tokens, from which the window is read again when the row has read more.
     """
 
     own: Window
     hidden: Float[Array, "B W D"]
     tokens: Int[Array, "B W"]
     count: Int[Array, "B"]
+    kept: KeptFeatures
 
 
 @jax.tree_util.register_dataclass
@@ -87,27 +95,56 @@ class Eagle3Draft(Draft):
 
     @property
     def taps(self) -> Taps:
-        return Taps(self.head.taps, self.sinks, self.window + 1)  # the last token's are those of a pair that waits for its token
+        # The last token's are those of a pair that waits for its token.
+        return Taps(self.head.taps, self.sinks, self.window + 1 + TRIMMED)
 
     def made_for(self) -> tuple[tuple[str, int], ...]:
         return ("vocab_size", self.head.config.vocab_size), ("hidden_size", self.head.settings.target_hidden_size)
 
     def begin(self, prompt: Prompt) -> HeadState:
+        head, taps, zeros = self.head, self.taps, jnp.zeros_like(prompt.n)
+        none = KeptFeatures.none(len(zeros), taps.first + taps.last, head.config.hidden_size, head.dtype, sinks=self.sinks)
+        return self._begun(prompt, none, zeros)
+
+    def begin_again(self, state: HeadState, prompt: Prompt, unchanged: Int[Array, "B"]) -> HeadState:
+        return where_rows(prompt.n > unchanged, self._begun(prompt, state.kept, unchanged), state)
+
+    def _begun(self, prompt: Prompt, kept: KeptFeatures, begin: Int[Array, "B"]) -> HeadState:
+        """The state of rows that have read their tokens from begin[b] on. kept: features of those before."""
+
+        def begun(prompt: Prompt, kept: KeptFeatures, begin: Int[Array, "B"]) -> HeadState:
+            return self._read(prompt, self._with_features(kept, prompt, begin))
+
+        def row(args: tuple) -> HeadState:
+            return jax.tree.map(lambda x: x[0], begun(*jax.tree.map(lambda x: x[None], args)))
+
+        args = dataclasses.replace(prompt, cache=None, queries=(), num_queries=None), kept, begin
+        # One row after the other: the attention of a window takes far more memory than the window.
+        return begun(*args) if len(begin) == 1 else lax.map(row, args)
+
+    def _with_features(self, kept: KeptFeatures, prompt: Prompt, begin: Int[Array, "B"]) -> KeptFeatures:
+        """The features with those of a prompt's tokens from begin[b] on."""
+        if prompt.features is None:
+            return kept
+        last = prompt.features.shape[1] - self.sinks
+        positions = dataclasses.replace(self.taps, last=last).of_prompt(prompt.n)
+        return kept.put(self.head.fused(prompt.features), positions, begin, jnp.maximum(prompt.n - last, begin), prompt.n)
+
+    def _read(self, prompt: Prompt, kept: KeptFeatures) -> HeadState:
+        """The state of rows whose window is read at once: the first pairs and the most recent ones whose features are kept."""
         head, n, size, width = self.head, prompt.n, self.sinks + self.window, prompt.gamma + 1
-        B = n.shape[0]
-        known = jnp.zeros_like(n) if prompt.features is None else jnp.ones_like(n)
-        features = jnp.zeros((B, size + 1, head.settings.feature_size), head.dtype) if prompt.features is None else prompt.features
-        hidden, at = head.fused(features), self.taps.of_prompt(n)
+        B, column, known = n.shape[0], jnp.arange(size), (kept.until == n).astype(n.dtype)
+        recent = jnp.maximum(kept.recent, n - 1 - self.window)
+        at = jnp.where(column < self.sinks, kept.origin[:, None] + column, recent[:, None] + column - self.sinks)
         tokens = jnp.take_along_axis(prompt.tokens, jnp.minimum(at + 1, prompt.tokens.shape[1] - 1), 1)
         # A pass over no more than what the head reads needs no sliding window of the cache.
         config = dataclasses.replace(head.config, sliding_layers=(), sliding_window=None)
         empty = CacheConfig("full").empty(config, batch=B, capacity=size, num_speculative_tokens=0, dtype=head.dtype)
-        positions = jnp.broadcast_to(jnp.arange(size), (B, size))
-        *_, read = head(hidden[:, :size], tokens[:, :size], positions, empty, view=FULL_PRECISION)
-        pairs = known * jnp.minimum(n - 1, size)
+        *_, read = head(kept.of(at), tokens, jnp.broadcast_to(column, (B, size)), empty, view=FULL_PRECISION)
+        pairs = known * (jnp.clip(n - 1 - kept.origin, 0, self.sinks) + jnp.maximum(n - 1 - recent, 0))
         own = Window.of(read, pairs, n - 1 - pairs, width, sinks=self.sinks, window=self.window)
-        last = jnp.take_along_axis(hidden, jnp.minimum(n - 1, size)[:, None, None], 1)
-        return HeadState(own, jnp.pad(last, ((0, 0), (0, width - 1), (0, 0))), jnp.zeros((B, width), jnp.int32), known)
+        last = kept.of(n[:, None] - 1)
+        return HeadState(own, jnp.pad(last, ((0, 0), (0, width - 1), (0, 0))), jnp.zeros((B, width), jnp.int32), known, kept)
 
     def propose(self, state: HeadState, cache: Cache, current: Round) -> tuple[Proposal, HeadState, Cache]:
         head, width = self.head, state.hidden.shape[1]
@@ -135,21 +172,24 @@ class Eagle3Draft(Draft):
 
     def commit(self, state: HeadState, result: RoundResult, cache: Cache) -> HeadState:
         came, more = (result.count > 0)[:, None], state.hidden.shape[1] - result.tokens.shape[1]
-        hidden = jnp.pad(self.head.fused(result.features), ((0, 0), (0, more), (0, 0)))
+        fused, until = self.head.fused(result.features), cache.lengths.total
+        hidden, begin = jnp.pad(fused, ((0, 0), (0, more), (0, 0))), until - result.count
         return HeadState(
             state.own,
             jnp.where(came[..., None], hidden, state.hidden),
             jnp.where(came, jnp.pad(result.tokens, ((0, 0), (0, more))), state.tokens),
             jnp.where(came[:, 0], result.count, state.count),
+            state.kept.put(fused, begin[:, None] + jnp.arange(fused.shape[1]), begin, begin, until),
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Eagle3Settings:
     """The checkpoint is a directory of config.json and safetensors, as SpecForge and speculators write it, of a head that was trained for
-    this target. For a head with a sliding window `sinks` counts as 0, and `window` is at most that window, as a log line says."""
+    this target. With model=random it is a head of the usual size whose drafts are hardly ever accepted. For a head with a sliding window
+    `sinks` counts as 0, and `window` is at most that window, as a log line says."""
 
-    model: str = setting("", "The head's checkpoint: a directory, or ORG/NAME on the Hub.")
+    model: str = setting("", "The head's checkpoint: a directory, or ORG/NAME on the Hub; random for random weights, to measure speed.")
     sinks: int = setting(4, "How many of the text's first tokens the head reads.", minimum=0)
     window: int = setting(1020, "How many of its most recent tokens it reads.", minimum=1)
     weight_bits: int = setting(16, "Bits of its linear layers: INT4, or as they are.", choices=(4, 16))
@@ -163,11 +203,11 @@ class Eagle3Settings:
     @property
     def checkpoints(self) -> tuple[str, ...]:
         """The checkpoints that it reads besides the target's."""
-        return (self.model,)
+        return () if self.model == RANDOM else (self.model,)
 
     def make(self, model: Llama, int4: Callable[[], Llama]) -> Eagle3Draft:
         """The draft of a model. Raises InputError as `load_head` does, and for a window that the head's positions or RoPE do not allow."""
-        head = self._in_bits(load_head(self.model, model))
+        head = self._in_bits(random_head(model) if self.model == RANDOM else load_head(self.model, model))
         if (kind := head.config.rope.rope_type) in ("dynamic", "longrope"):
             raise InputError(f"{self.model}: the head's {kind} RoPE depends on the length of the whole text, of which it reads a window")
         if (own := head.config.sliding_window) is not None and head.config.windowed_layers:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,23 +82,27 @@ def read_header(path: Path) -> dict[str, Any]:
     return header
 
 
-def read(path: Path, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+def read(path: Path, shapes: Mapping[str, jax.ShapeDtypeStruct], *, zeros: Collection[str] = ()) -> dict[str, jax.Array]:
     """The arrays of a file whose header was read.
 
     Args:
         path: of the file.
         shapes: those of the arrays that it should hold, by their names, each with its sharding if that is not the default device.
+        zeros: names of those that it does not hold, and that are zeros.
 
     Raises:
         InputError: if it holds other arrays, and for one with numbers that are none (NaN).
     """
     with reading(path, SafetensorError), safe_open(path, "flax") as file:
         names = set(file.keys())
-        if names != set(shapes):
-            other = min(names ^ set(shapes))
+        if names != (expected := set(shapes) - set(zeros)):
+            other = min(names ^ expected)
             raise InputError(f"{path}: {'holds' if other in names else 'lacks'} {other}, unlike a state of this model, cache and draft")
         arrays = {}
         for name, shape in shapes.items():
+            if name in zeros:
+                arrays[name] = jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
+                continue
             found, needed = file.get_slice(name), (list(shape.shape), _type_of(shape.dtype))
             if (held := (found.get_shape(), found.get_dtype())) != needed:
                 raise InputError(f"{path}: {name} is {held[1]} of shape {held[0]}, and {needed[1]} of shape {needed[0]} is needed")
