@@ -39,10 +39,10 @@ class VerificationReport:
         weights: number of weights of the target that were compared.
         drafted: number of weights of the draft that were compared.
         draft_error: the maximum of `by_rows.stored_error` of the draft; None if it is not finite.
-        nested: number of weights of the target that are nested.
-        nested_error: the same of these.
         logits: whether logits were compared too.
         wrong: a sentence for each difference.
+        nested: number of weights of the target that are nested.
+        nested_error: the maximum of `by_rows.stored_error` of these; None if it is not finite.
     """
 
     source: str
@@ -50,10 +50,10 @@ class VerificationReport:
     weights: int
     drafted: int
     draft_error: float | None
-    nested: int
-    nested_error: float | None
     logits: bool
     wrong: list[str]
+    nested: int = 0
+    nested_error: float | None = None
 
 
 def verify(source: str | Path, directory: str | Path, *, logits: bool | None = None, progress: bool | None = None) -> VerificationReport:
@@ -128,7 +128,7 @@ def verify(source: str | Path, directory: str | Path, *, logits: bool | None = N
         return max(found) if found and np.isfinite(found).all() else None
 
     of_nested = len(nested_errors), largest(nested_errors)
-    return VerificationReport(str(source), str(directory), len(opened.places), len(errors), largest(errors), *of_nested, compared, wrong)
+    return VerificationReport(str(source), str(directory), len(opened.places), len(errors), largest(errors), compared, wrong, *of_nested)
 
 
 def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:

@@ -3,6 +3,8 @@
 import functools
 import gc
 import importlib.util
+import dataclasses
+import itertools
 import json
 import types
 
@@ -381,12 +383,15 @@ def test_long_drafts_leave_room_for_the_figures(run, monkeypatch):
         figures |= dict(
             simulated_rate=settings.rate, simulated_ratio=0.75, acceptance_ratio=0.75, cache_bytes=1000, peak_memory_bytes=2000, steps=steps
         )
-        return [decode_rows.DecodeRow(case.method.name, len(prompts[0]), case.gamma, "measured", **figures) for case in cases]
+        exact = itertools.cycle(("bits", "tokens"))
+        rows = [decode_rows.DecodeRow(case.method.name, len(prompts[0]), case.gamma, "measured", **figures) for case in cases]
+        return [dataclasses.replace(row, exact=next(exact)) for row in rows]
 
     monkeypatch.setattr(decode, "measure", measured)
     draft = "cascade:first=(eagle3:model=random,window=1020,weight_bits=4),middle=(sparse:budget=0.1,weight_bits=16)"
     code, out, _ = run(*FAST, "--draft", draft, "--simulate-acceptance", 0.8)
     words = out.split()
+    assert "With exact bits: autoregressive; the others with exact tokens." in " ".join(words)
     assert code == 0 and "0.750 (sim.)" in out and {"accepted", "tokens/s", "peak", "0.0000020", "1,000.0"} <= {*words}
 
 

@@ -218,7 +218,7 @@ def check_goes_on(run, tmp_path, call, arguments, rows):
 KERNEL_ROW = dict(peer=False, status="measured", note="", bytes=1000, timing=TIMING)
 
 
-@pytest.mark.parametrize(("module", "shape"), [(attention, "tiny-int4-T1"), (matmul, "tiny")])
+@pytest.mark.parametrize(("module", "shape"), [(attention, "tiny-int4-T1"), (matmul, "tiny-down")])
 def test_kernels(run, tmp_path, monkeypatch, counted, module, shape):
     monkeypatch.setattr("qspec_jax.bench.kernels.read_bandwidth", lambda *, repeats: 20.0)
     call = counted(module, "measure", lambda shape, name, **_: KernelRow(shape.name, name, **KERNEL_ROW))

@@ -94,9 +94,10 @@ def test_calibrated_upper_codes_make_up_for_one_another_within_the_lower_planes_
 
     assert of_outputs(calibrated.upper) < of_outputs(nearest.upper) / 4
     assert of_outputs(calibrated.upper) < 3 * of_outputs(quantize_weight(weight, moments))
+    assert of_outputs(calibrated) < of_outputs(nearest)
     assert (np.asarray(calibrated.upper.codes) != np.asarray(nearest.upper.codes)).mean() > 0.2
     scale = np.repeat(np.asarray(calibrated.upper.scale, np.float64), 128, 1)
-    assert (np.abs(errors(weight, calibrated)) <= scale / 16 + 2.0**-7 * np.abs(np.asarray(weight, np.float64)).max()).all()
+    assert (np.abs(errors(weight, calibrated)) <= scale / 2 + 2.0**-7 * np.abs(np.asarray(weight, np.float64)).max()).all()
 
 
 def test_weights_are_calibrated_on_a_text(tmp_path, caplog):

@@ -159,6 +159,7 @@ class MeasuredCase:
             self.gamma,
             "measured",
             cache=_with_residence(self.prefills[0].sizes.cache, self.method.cache),
+            exact=self.config.exact,
             temperature=self.config.temperature,
             batch_size=self.batch_size,
             simulated_rate=self.rate,

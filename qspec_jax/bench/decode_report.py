@@ -10,7 +10,7 @@ from rich.text import Text
 
 from qspec_jax import plots
 from qspec_jax.bench.decode_rows import METHODS, DecodeRow
-from qspec_jax.decoding.config import AUTOREGRESSIVE
+from qspec_jax.decoding.config import AUTOREGRESSIVE, BITS, TOKENS
 from qspec_jax.errors import InputError
 from qspec_jax.reports import Run, formatted, grid, page
 
@@ -118,6 +118,10 @@ class DecodeReport(Run):
             + (", or of copying those of the cache that are in host memory where that takes longer." if copied else "."),
             *sorted({f"{row.method}: {row.note}." for row in self.rows if row.status == "measured" and row.note}),
         ]
+        bits, tokens = ({(row.method, row.batch_size) for row in self.rows if row.exact == exact} for exact in (BITS, TOKENS))
+        if bits:
+            listed = ", ".join(f"{method}{f', {size} rows' if batches else ''}" for method, size in sorted(bits))
+            notes.append("All with exact bits." if not tokens else f"With exact bits: {listed}; the others with exact tokens.")
         if self.allocated_bytes:
             notes.append(f"JAX had given out at most {self.allocated_bytes / 1e9:.1f} GB of a device's memory at a time.")
         return notes

@@ -103,6 +103,7 @@ class DecodeRow:
         status: "measured", "failed", or "skipped" if fewer rows did not fit the memory.
         note: why there are no figures, or how they came about.
         cache: the text of the target's cache; None if it was not measured.
+        exact: "bits" or "tokens", see `GenerationConfig`; None if it was not measured.
         temperature: that tokens were drawn with.
         batch_size: rows that decode each prompt together; they differ in their random draws alone.
         simulated_rate: the chance that a draft is accepted, given those before it; None: drafts are verified.
@@ -135,6 +136,7 @@ class DecodeRow:
     status: str
     note: str = ""
     cache: str | None = None
+    exact: str | None = None
     temperature: float = 0.0
     batch_size: int = 1
     simulated_rate: float | None = None

@@ -61,7 +61,7 @@ def quantize_weight(
         codes = _round(groups, scale, zero)
     else:
         moments = jnp.pad(moments.astype(wide.dtype), (0, padding))
-        codes, scale, zero = _compensated(wide, moments, counts, size, dtype)
+        codes, scale, zero = _compensated_int4(wide, moments, counts, size, dtype)
     return Int4Weight(pack(codes.astype(jnp.uint8)), scale[..., 0].astype(dtype), zero[..., 0].astype(dtype), padding)
 
 
@@ -72,8 +72,8 @@ def quantize_nested(
     """The weight in 8 bits with a scale and a zero per group of inputs, `weight_group_size` unless given, whose upper 4 are an INT4 weight.
 
     Of the scales and zeros with which no weight of the group is clipped it takes those with which the nearest upper codes alone err least.
-    moments: as in `quantize_weight`. With them upper codes make up for the errors of inputs before, as far as the lower plane reaches: both
-    planes still err by half a step of the lower one at most, which is then an eighth of the upper one's.
+    moments: as in `quantize_weight`. With them upper codes make up for the errors of inputs before, as far as the lower plane reaches, whose
+    steps are then an eighth of the upper one's; and so do codes of both planes.
     """
     size, dtype = group_size or weight_group_size(weight.shape[1]), parameter_dtype(weight.dtype)
     wide, padding = _padded(weight, size)
@@ -86,8 +86,8 @@ def quantize_nested(
     else:
         steps = FAR_STEPS
         counts = (jnp.arange(wide.shape[1]) < weight.shape[1]).astype(wide.dtype)
-        upper, scale, zero = _compensated(wide, jnp.pad(moments.astype(wide.dtype), (0, padding)), counts, size, dtype, bounded=True)
-        lower = jnp.clip(jnp.rint(((groups - zero) / scale - upper) * steps) + LOWER_MIDDLE, 0, 15)
+        moments = jnp.pad(moments.astype(wide.dtype), (0, padding))
+        upper, lower, scale, zero = _compensated_nested(wide, moments, counts, size, dtype)
     upper, lower = (pack(codes.astype(jnp.uint8)) for codes in (upper, lower))
     return NestedWeight(Int4Weight(upper, scale[..., 0].astype(dtype), zero[..., 0].astype(dtype), padding), lower, steps)
 
@@ -158,56 +158,98 @@ def _fit(groups: Float[Array, "out *C G"], importance: Float[Array, "*C G"], dty
     return lax.fori_loop(0, len(CLIP_RATIOS), attempt, nothing)[1:]
 
 
-def _compensated(
-    weight: Float[Array, "out in"],
-    moments: Float[Array, "in in"],
-    counts: Float[Array, "in"],
-    size: int,
-    dtype,
-    *,
-    bounded: bool = False,
-) -> tuple[Array, Array, Array]:
-    """Codes [out, C, G], scale and zero [out, C, 1] by GPTQ: group after group, and within a group input after input.
+def _propagation(moments: Float[Array, "in in"], counts: Float[Array, "in"]) -> tuple[Float[Array, "in in"], Float[Array, "in"]]:
+    """How GPTQ makes later inputs make up for the error of each, and how much an error of each counts.
 
-    moments: as in `quantize_weight`. counts: 1 for an input, 0 for padding. size: inputs of a group, G. bounded: whether codes stay within
-    the reach of a lower plane of `FAR_STEPS`, and scales and zeros cover the group, see `quantize_nested`.
+    moments: as in `quantize_weight`. counts: 1 for an input, 0 for padding.
     """
-    own, in_features = weight, weight.shape[1]
     power = jnp.diag(moments)
-    damping = jnp.maximum(DAMPING * power.mean(), jnp.finfo(weight.dtype).tiny)
-    importance = counts * (power + damping)
-    inverse = jnp.linalg.inv(moments + damping * jnp.eye(in_features, dtype=weight.dtype))
-    factor = jnp.linalg.cholesky((inverse + inverse.T) / 2).T
+    damping = jnp.maximum(DAMPING * power.mean(), jnp.finfo(moments.dtype).tiny)
+    inverse = jnp.linalg.inv(moments + damping * jnp.eye(len(moments), dtype=moments.dtype))
+    return jnp.linalg.cholesky((inverse + inverse.T) / 2).T, counts * (power + damping)
+
+
+def _compensated(weight: Float[Array, "out in"], factor: Float[Array, "in in"], size: int, begin: Callable) -> tuple[Array, ...]:
+    """Codes [out, C, G] by GPTQ, and more of each group: group after group, and within a group input after input.
+
+    Args:
+        weight: what is to be rounded.
+        factor: see `_propagation`.
+        size: inputs of a group, G.
+        begin: (columns [out, G], the group's number) gives a function (i, column) of the code and the value that column i is rounded to, and
+            a tuple of more to return of the group. Columns make up for the errors of those before.
+    """
 
     def group(weight, index):
         at = index * size
         columns = lax.dynamic_slice_in_dim(weight, at, size, axis=1)
         rows = lax.dynamic_slice_in_dim(factor, at, size, axis=0)
         within = lax.dynamic_slice_in_dim(rows, at, size, axis=1)
-        own_columns = lax.dynamic_slice_in_dim(own, at, size, axis=1)
-        if bounded:
-            scale, zero = (x[:, 0] for x in _fit_range(own_columns[:, None], dtype))
-        else:
-            scale, zero = _fit(columns, lax.dynamic_slice_in_dim(importance, at, size), dtype)
+        rounded, more = begin(columns, index)
 
         def column(i, carry):
             columns, codes, errors = carry
-            code = _round(columns[:, i], scale[:, 0], zero[:, 0])
-            if bounded:
-                exact = (own_columns[:, i] - zero[:, 0]) / scale[:, 0]
-                below, above = ((LOWER_MIDDLE + 0.5) / FAR_STEPS, (15.5 - LOWER_MIDDLE) / FAR_STEPS)
-                code = jnp.clip(jnp.clip(code, jnp.ceil(exact - above), jnp.floor(exact + below)), 0, 15)
-            error = (columns[:, i] - code * scale[:, 0] - zero[:, 0]) / within[i, i]
+            code, value = rounded(i, columns[:, i])
+            error = (columns[:, i] - value) / within[i, i]
             columns = columns - error[:, None] * jnp.where(jnp.arange(size) > i, within[i], 0)
             return columns, codes.at[:, i].set(code), errors.at[:, i].set(error)
 
         _, codes, errors = lax.fori_loop(0, size, column, (columns, jnp.zeros_like(columns), jnp.zeros_like(columns)))
         # The groups still to come take over what this one errs.
-        later = jnp.where(jnp.arange(in_features) >= at + size, rows, 0)
-        return weight - jnp.matmul(errors, later, precision=lax.Precision.HIGHEST), (codes, scale, zero)
+        later = jnp.where(jnp.arange(weight.shape[1]) >= at + size, rows, 0)
+        return weight - jnp.matmul(errors, later, precision=lax.Precision.HIGHEST), (codes, *more)
 
-    _, stacked = lax.scan(group, weight, jnp.arange(in_features // size))
+    _, stacked = lax.scan(group, weight, jnp.arange(weight.shape[1] // size))
     return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), stacked)
+
+
+def _compensated_int4(weight: Float[Array, "out in"], moments: Float[Array, "in in"], counts: Float[Array, "in"], size: int, dtype) -> tuple:
+    """Codes, scale and zero of INT4. For the parameters see `_propagation` and `_compensated`."""
+    factor, importance = _propagation(moments, counts)
+
+    def begin(columns, index):
+        scale, zero = _fit(columns, lax.dynamic_slice_in_dim(importance, index * size, size), dtype)
+
+        def rounded(i, column):
+            code = _round(column, scale[:, 0], zero[:, 0])
+            return code, code * scale[:, 0] + zero[:, 0]
+
+        return rounded, (scale, zero)
+
+    return _compensated(weight, factor, size, begin)
+
+
+def _compensated_nested(weight: Float[Array, "out in"], moments: Float[Array, "in in"], counts: Float[Array, "in"], size: int, dtype) -> tuple:
+    """Upper codes within the reach of a lower plane of `FAR_STEPS`, the lower ones, which make up for errors of both planes, scale and zero."""
+    factor, _ = _propagation(moments, counts)
+    below, above = (LOWER_MIDDLE + 0.5) / FAR_STEPS, (15.5 - LOWER_MIDDLE) / FAR_STEPS
+
+    def begin_upper(columns, index):
+        own = lax.dynamic_slice_in_dim(weight, index * size, size, axis=1)
+        scale, zero = (x[:, 0] for x in _fit_range(own[:, None], dtype))
+
+        def rounded(i, column):
+            exact = (own[:, i] - zero[:, 0]) / scale[:, 0]
+            code = jnp.clip(_round(column, scale[:, 0], zero[:, 0]), jnp.ceil(exact - above), jnp.floor(exact + below))
+            code = jnp.clip(code, 0, 15)
+            return code, code * scale[:, 0] + zero[:, 0]
+
+        return rounded, (scale, zero)
+
+    upper, scale, zero = _compensated(weight, factor, size, begin_upper)
+
+    def begin_lower(columns, index):
+        steps = scale[:, index] / FAR_STEPS
+        values = upper[:, index] * scale[:, index] + zero[:, index]
+
+        def rounded(i, column):
+            code = jnp.clip(jnp.rint((column - values[:, i]) / steps[:, 0]) + LOWER_MIDDLE, 0, 15)
+            return code, values[:, i] + (code - LOWER_MIDDLE) * steps[:, 0]
+
+        return rounded, ()
+
+    (lower,) = _compensated(weight, factor, size, begin_lower)
+    return upper, lower, scale, zero
 
 
 def is_linear(path: str) -> bool:
