@@ -59,7 +59,8 @@ class VerificationReport:
 def verify(source: str | Path, directory: str | Path, *, logits: bool | None = None, progress: bool | None = None) -> VerificationReport:
     """Compares a converted checkpoint with its source, with a few weights in memory at a time.
 
-    Weights must be the source's, bit for bit, in the dtype of the conversion; nested ones and the draft's may have the error that `stored_error` allows.
+    Weights must be the source's, bit for bit, in the dtype of the conversion; nested ones and the draft's may have the error that
+    `stored_error` allows.
 
     Args:
         source: a directory, or ORG/NAME on the Hub.

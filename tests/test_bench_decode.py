@@ -1,9 +1,9 @@
 """`qspec bench decode` on a model that a CPU decodes at once: what it simulates, counts and reports. No figure of speed is tested."""
 
+import dataclasses
 import functools
 import gc
 import importlib.util
-import dataclasses
 import itertools
 import json
 import types

@@ -167,7 +167,14 @@ def test_json(run):
     assert (code, err) == (0, "")
     report = json.loads(out)
     assert report.keys() == {"device", "date", "versions", "earlier", "read_bandwidth_gb_per_s", "repeats", "shapes", "rows"}
-    assert report["shapes"]["tiny-qkv-M1"] == {"model": "tiny", "layer": "qkv", "rows": 1, "inputs": 256, "outputs": [64, 32, 32], "planes": 1}
+    assert report["shapes"]["tiny-qkv-M1"] == {
+        "model": "tiny",
+        "layer": "qkv",
+        "rows": 1,
+        "inputs": 256,
+        "outputs": [64, 32, 32],
+        "planes": 1,
+    }
     assert [(row["shape"], row["implementation"]) for row in report["rows"]] == [
         (shape.name, name) for shape in TINY for name in ("xla", "torch", "reference")
     ]
@@ -191,7 +198,15 @@ def test_the_table_and_the_output_file(run, tmp_path):
     code, out, _ = run(*FAST, "--output", path)
     assert (code, out) == (0, "")
     text = path.read_text()
-    for words in ("Matmul of weights in 4 and 8 bits on", "jax", "tiny-down-M7", "M=7, 48 outputs of 512 inputs", "quartiles", "xla", "float32"):
+    for words in (
+        "Matmul of weights in 4 and 8 bits on",
+        "jax",
+        "tiny-down-M7",
+        "M=7, 48 outputs of 512 inputs",
+        "quartiles",
+        "xla",
+        "float32",
+    ):
         assert words in text
     if jax.default_backend() == "cpu":
         assert "reference" in text and "torch: not measured" in text

@@ -117,7 +117,7 @@ def test_weights_are_calibrated_on_a_text(tmp_path, caplog):
     assert jax.tree.structure(outlined.weights()) == jax.tree.structure(model.weights())
     with pytest.raises(InputError, match="calibration is for nested weights"):
         load_model(demo.MODEL, weights=f"packed:calibration={text}")
-    with pytest.raises(InputError, match="none.txt: cannot be read"):
+    with pytest.raises(InputError, match=r"none\.txt: cannot be read"):
         load_model(demo.MODEL, weights=f"nested:calibration={tmp_path / 'none.txt'}")
 
 

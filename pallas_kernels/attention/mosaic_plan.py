@@ -25,9 +25,9 @@ LIST_WORDS = 2  # of a list that a lane keeps, 32 columns each
 ROWS = 8  # query rows of a tile
 # Registers of a multiprocessor, and of a thread at most.
 REGISTERS, THREAD_REGISTERS = 65536, 255
-# With fixed runs (`mosaic_runs`): those of a row for each multiprocessor that a KV head has, over codes, for 1 or 3 teams of a multiprocessor
-# to share them evenly, and over a full-precision cache, for 4; the minimum of units of a run, as a partial result of many query tokens may
-# take as long as a unit; and the runs of a span.
+# With fixed runs (`mosaic_runs`): those of a row for each multiprocessor that a KV head has, over codes, for 1 or 3 teams of a
+# multiprocessor to share them evenly, and over a full-precision cache, for 4; the minimum of units of a run, as a partial result of many
+# query tokens may take as long as a unit; and the runs of a span.
 RUNS, FULL_RUNS, MIN_UNITS, SPAN = 3, 4, 2, 4
 FULL_SLICES = 2  # of a full-precision cache (`Plan.slices`), so chunks of 32 tokens: faster on an H200 than 64 (docs/exact.md)
 SPANS_EACH = 2  # for each team that is resident at once, where teams have whole spans: with fewer some would have twice as much to do

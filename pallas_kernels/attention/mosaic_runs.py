@@ -1,8 +1,8 @@
 """Runs, for bits that depend on a row's length alone: the parts of a row of the batch that have a partial result each.
 
-What a KV head may read of a row is a line of units: its groups, then the chunks of a full buffer; or the chunks of a full-precision cache up
-to the multiple of `PASS_SPAN` tokens that comes next. Runs are equal parts of that line; their number depends on its length. Neither depends
-on the number of query tokens or rows, nor on which team reads a run.
+What a KV head may read of a row is a line of units: its groups, then the chunks of a full buffer; or the chunks of a full-precision cache
+up to the multiple of `PASS_SPAN` tokens that comes next. Runs are equal parts of that line; their number depends on its length. Neither
+depends on the number of query tokens or rows, nor on which team reads a run.
 
 SPAN runs are a span: their partial results are folded, one after the other, into the span's. Where there is work enough for teams that have
 whole spans, a team folds as it goes on, and writes one partial result for each span; otherwise the merge folds, by the same operations. It

@@ -59,7 +59,7 @@ class Plan:
         """Whether weights are the first operand of products, so that few rows take little of the tensor cores' time. Then a block has
         `PRODUCT_ROWS` outputs of each weight, and two are resident on a multiprocessor: for a gated pair that keeps all of these busy."""
         blocks = math.ceil(self.outputs[0] / PRODUCT_ROWS)
-        fits = SHARED_BYTES // 2 - RESERVED_BYTES >= ENOUGH_SLOTS * (self.tiled_rows + 2 * PRODUCT_ROWS) * STEP * ITEM_BYTES
+        fits = ENOUGH_SLOTS * (self.tiled_rows + 2 * PRODUCT_ROWS) * STEP * ITEM_BYTES <= SHARED_BYTES // 2 - RESERVED_BYTES
         return self.gated and fits and self.outputs[0] >= PRODUCT_ROWS and 1.5 * self.at_once <= blocks <= 2 * self.at_once
 
     @functools.cached_property
@@ -116,4 +116,6 @@ class Plan:
     def _slots(self, step: int, room: int) -> int:
         """Slots of `step` inputs that `room` bytes of shared memory hold."""
         row_bytes = step * ITEM_BYTES
-        return (room - RESERVED_BYTES - (self.product_rows - self.tiled_rows) * row_bytes) // ((self.tiled_rows + sum(self.shares)) * row_bytes)
+        return (room - RESERVED_BYTES - (self.product_rows - self.tiled_rows) * row_bytes) // (
+            (self.tiled_rows + sum(self.shares)) * row_bytes
+        )

@@ -66,4 +66,13 @@ def run(plan: Plan, x: Float[Array, "M in"], weights: Sequence[Int4Weight | Nest
         inputs |= {f"lower0_{i}": weight.lower for i, weight in enumerate(weights)}
     outputs = {"y": jax.ShapeDtypeStruct((plan.rows, plan.width), x.dtype)}
     cluster = plan.config.cluster
-    return launch("int4_matmul_wide" if plan.planes == 1 else "nested_matmul", emit, inputs, outputs, plan.blocks, plan.warps // 4, plan.layout.total, cluster=cluster)["y"]
+    return launch(
+        "int4_matmul_wide" if plan.planes == 1 else "nested_matmul",
+        emit,
+        inputs,
+        outputs,
+        plan.blocks,
+        plan.warps // 4,
+        plan.layout.total,
+        cluster=cluster,
+    )["y"]

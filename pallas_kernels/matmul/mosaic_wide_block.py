@@ -5,8 +5,8 @@ which the tensor cores take them. A math warp makes weights of its 16 outputs' c
 tensor cores multiply them by the activations in shared memory; what it unpacks next is unpacked meanwhile. Scales and zeros come through a
 ring of their own, those of several steps at once. The blocks of a cluster leave their sums in shared memory, where the others read them.
 
-A slot holds codes [plane][output][16 bytes], of which those of row r change places by r % 8, so that a column of them lies in different banks, and
-activations as `fragments.start_products` reads them. docs/kernels/matmul.md has more ("INT4 matmul of many rows").
+A slot holds codes [plane][output][16 bytes], of which those of row r change places by r % 8, so that a column of them lies in different
+banks, and activations as `fragments.start_products` reads them. docs/kernels/matmul.md has more ("INT4 matmul of many rows").
 """
 
 from pallas_kernels.gpu import fragments, numerics, ptx

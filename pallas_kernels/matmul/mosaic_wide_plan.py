@@ -1,4 +1,4 @@
-"""How the Mosaic GPU matmul with INT4 weights of many rows, or nested ones, divides its work, and where everything lies in shared memory."""
+"""How the Mosaic GPU matmul of many rows by INT4 weights, or by nested ones, divides its work, and where all lies in shared memory."""
 
 import dataclasses
 import math

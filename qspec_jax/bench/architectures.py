@@ -136,8 +136,8 @@ def random_model(config: LlamaConfig, *, seed: int = 0, mesh: Mesh | None = None
 
 
 def random_int4(model: Llama) -> Llama:
-    """Replaces linear layers by random INT4 codes, in the groups of `quantize_linears`; those in INT4, the upper planes of nested ones and all
-    else are the same arrays."""
+    """Replaces linear layers by random INT4 codes, in the groups of `quantize_linears`; those in INT4, the upper planes of nested ones and
+    all else are the same arrays."""
     weights, mesh = model.weights(), mesh_of(model.weights())
     keys = iter(jax.random.split(jax.random.key(1), 16 * model.config.num_layers + 16))
 

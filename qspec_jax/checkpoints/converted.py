@@ -147,7 +147,7 @@ def _is_manifest(raw: Mapping[str, Any]) -> bool:
 
 
 def _is_packed(shape: Any, arrays: Mapping[str, Sequence[Any]]) -> bool:
-    """Whether arrays have the shapes of the parts of an Int4Weight of this shape, or of a NestedWeight, whose last group may lack inputs."""
+    """Whether arrays have the shapes of the parts of an Int4Weight of this shape, or of a NestedWeight, whose last group may be short."""
     codes, scale, zero = (arrays[name][0] for name in ("codes", "scale", "zero"))
     if not (isinstance(shape, list) and len(shape) == 2 and len(codes) == 3 and codes[0] == shape[0] and codes[:2] == scale == zero):
         return False

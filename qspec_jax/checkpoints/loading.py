@@ -53,8 +53,8 @@ def load_model(
         dtype: bfloat16, float32 or float64; None: the checkpoint's own (float16 becomes bfloat16).
         weights: for a quantized checkpoint "packed", which keeps linear layers of 4 bits in INT4 where their groups allow it, or
             "dequantized"; None: see `packed_paths`, and a converted directory as it is stored. Of any checkpoint "nested" puts linear
-            layers into 8 bits, whose upper 4 are a draft's weights (`NestedWeight`), with ":calibration=FILE" after it rounded for a text. With ":head_bits=8" after either the head is put into
-            INT8. Log lines say what changes the model.
+            layers into 8 bits, whose upper 4 are a draft's weights (`NestedWeight`); with ":calibration=FILE" after it they are rounded for
+            a text. ":head_bits=8" puts the head into INT8. Log lines say what changes the model.
         mesh: devices to divide the model over, with one axis, "model" (see `models.sharding`); None: the default device.
         progress: whether a bar is shown; None: where standard error is a terminal.
 

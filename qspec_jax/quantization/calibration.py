@@ -34,8 +34,8 @@ MAX_TEXTS, MAX_TOKENS, MAX_TEXT_TOKENS = 512, 32768, 4096
 def quantize_linears_for(
     model: Llama, texts: Sequence[Sequence[int]], *, quantize: Callable = quantize_weight, progress: bool | None = None
 ) -> Llama:
-    """The model with INT4 linear layers that err least on these texts, lists of token ids; with `quantize_nested` for `quantize`, with nested
-    ones.
+    """The model with INT4 linear layers that err least on these texts, lists of token ids; with `quantize_nested` for `quantize`, with
+    nested ones.
 
     A few thousand tokens of what the model will read are enough: the prompt itself will do. Only the last MAX_TEXT_TOKENS of each text
     are used, fewer where there are many texts. progress: a bar on standard error; None shows it on a terminal. Raises InputError for no

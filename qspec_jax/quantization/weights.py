@@ -26,8 +26,8 @@ from qspec_jax.models.sharding import MODEL, divided_over, mesh_of, weight_shard
 CLIP_RATIOS = tuple(1 - i / 32 for i in range(17))
 REFITS = 2
 # Scales of nested weights that are tried, as shares of the least one whose 16 steps cover a group's range, and places of the range in them.
-# So no weight is clipped, which the target would suffer from. The steps of the lower plane: where upper codes are the nearest, and where they
-# may be others.
+# So no weight is clipped, which the target would suffer from. The steps of the lower plane: where upper codes are the nearest, and where
+# they may be others.
 NEAREST_STEPS, FAR_STEPS = 16, 8
 NESTED_SCALES, NESTED_PLACES = tuple(1 + i / 60 for i in range(5)), (0.0, 0.5, 1.0)
 # What is added to the diagonal of the inputs' second moments, as a share of its mean (GPTQ, section 3.3).
@@ -69,9 +69,9 @@ def quantize_weight(
 def quantize_nested(
     weight: Float[Array, "out in"], moments: Float[Array, "in in"] | None = None, *, group_size: int | None = None
 ) -> NestedWeight:
-    """The weight in 8 bits with a scale and a zero per group of inputs, `weight_group_size` unless given, whose upper 4 are an INT4 weight.
+    """The weight in 8 bits with a scale and a zero per group of inputs, `weight_group_size` unless given; the upper 4 are an INT4 weight.
 
-    Of the scales and zeros with which no weight of the group is clipped it takes those with which the nearest upper codes alone err least.
+    Of the scales and zeros with which no weight of the group is clipped it takes those with which the nearest upper codes err least.
     moments: as in `quantize_weight`. With them upper codes make up for the errors of inputs before, as far as the lower plane reaches, whose
     steps are then an eighth of the upper one's; and so do codes of both planes.
     """
@@ -176,8 +176,8 @@ def _compensated(weight: Float[Array, "out in"], factor: Float[Array, "in in"], 
         weight: what is to be rounded.
         factor: see `_propagation`.
         size: inputs of a group, G.
-        begin: (columns [out, G], the group's number) gives a function (i, column) of the code and the value that column i is rounded to, and
-            a tuple of more to return of the group. Columns make up for the errors of those before.
+        begin: (columns [out, G], the group's number) gives a function (i, column) of the code and the value that column i is rounded to,
+            and a tuple of more to return of the group. Columns make up for the errors of those before.
     """
 
     def group(weight, index):
@@ -203,7 +203,9 @@ def _compensated(weight: Float[Array, "out in"], factor: Float[Array, "in in"], 
     return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), stacked)
 
 
-def _compensated_int4(weight: Float[Array, "out in"], moments: Float[Array, "in in"], counts: Float[Array, "in"], size: int, dtype) -> tuple:
+def _compensated_int4(
+    weight: Float[Array, "out in"], moments: Float[Array, "in in"], counts: Float[Array, "in"], size: int, dtype
+) -> tuple:
     """Codes, scale and zero of INT4. For the parameters see `_propagation` and `_compensated`."""
     factor, importance = _propagation(moments, counts)
 
@@ -219,8 +221,10 @@ def _compensated_int4(weight: Float[Array, "out in"], moments: Float[Array, "in 
     return _compensated(weight, factor, size, begin)
 
 
-def _compensated_nested(weight: Float[Array, "out in"], moments: Float[Array, "in in"], counts: Float[Array, "in"], size: int, dtype) -> tuple:
-    """Upper codes within the reach of a lower plane of `FAR_STEPS`, the lower ones, which make up for errors of both planes, scale and zero."""
+def _compensated_nested(
+    weight: Float[Array, "out in"], moments: Float[Array, "in in"], counts: Float[Array, "in"], size: int, dtype
+) -> tuple:
+    """Upper codes within the reach of a lower plane of `FAR_STEPS`; lower ones, which make up for errors of both planes; scale and zero."""
     factor, _ = _propagation(moments, counts)
     below, above = (LOWER_MIDDLE + 0.5) / FAR_STEPS, (15.5 - LOWER_MIDDLE) / FAR_STEPS
 
