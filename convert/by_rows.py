@@ -27,9 +27,9 @@ def stored_error(stored: Int4Weight | NestedWeight, weight: np.ndarray) -> float
 
     Of a nested weight each number may err by half a step of the lower plane, or of the upper one where it was rounded for a text, and
     by what bfloat16 rounds of the largest of its group.
-    Of an INT4 weight it is the maximum over all groups of root mean square errors. Allowed are 1.01 times the error of quantizing the weight
-    again, plus a thousandth of the group's range and float32's rounding, since XLA may add in another order. Groups of the weight that are
-    not finite do not count.
+    Of an INT4 weight it is the maximum over all groups of root mean square errors. Allowed are 1.01 times the error of quantizing the
+    weight again, plus a thousandth of the group's range and float32's rounding, since XLA may add in another order. Groups of the weight
+    that are not finite do not count.
     """
     host = jax.tree.map(np.asarray, stored)
     largest_error = _largest_nested_error if isinstance(stored, NestedWeight) else _largest_error
