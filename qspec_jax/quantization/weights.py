@@ -72,8 +72,8 @@ def quantize_nested(
     """The weight in 8 bits with a scale and a zero per group of inputs, `weight_group_size` unless given; the upper 4 are an INT4 weight.
 
     Of the scales and zeros with which no weight of the group is clipped it takes those with which the nearest upper codes err least.
-    moments: as in `quantize_weight`. With them upper codes make up for the errors of inputs before, as far as the lower plane reaches, whose
-    steps are then an eighth of the upper one's; and so do codes of both planes.
+    moments: as in `quantize_weight`. With them upper codes make up for the errors of inputs before, as far as the lower plane reaches,
+    whose steps are then an eighth of the upper one's; and so do codes of both planes.
     """
     size, dtype = group_size or weight_group_size(weight.shape[1]), parameter_dtype(weight.dtype)
     wide, padding = _padded(weight, size)
