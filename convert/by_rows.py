@@ -25,8 +25,8 @@ def quantize_by_rows(weight: np.ndarray, quantize: Callable = quantize_weight) -
 def stored_error(stored: Int4Weight | NestedWeight, weight: np.ndarray) -> float:
     """The error of a stored INT4 or nested weight divided by the allowed error; more than 1 is wrong.
 
-    Of a nested weight each number may err by half a step of the lower plane, or of the upper one where it was rounded for a text, and
-    by what bfloat16 rounds of the largest of its group.
+    Of a nested weight each number may err by half a step of the lower plane, or by a step of the upper one where it was rounded for a
+    text, and by what bfloat16 rounds of the largest of its group.
     Of an INT4 weight it is the maximum over all groups of root mean square errors. Allowed are 1.01 times the error of quantizing the
     weight again, plus a thousandth of the group's range and float32's rounding, since XLA may add in another order. Groups of the weight
     that are not finite do not count.
@@ -48,7 +48,7 @@ def _largest_nested_error(stored: NestedWeight, weight: jax.Array) -> jax.Array:
         return jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -x.shape[1] % size)), mode="edge").reshape(len(x), -1, size)
 
     groups, found = split(weight), split(dequantize_weight(stored, jnp.float32))
-    step = stored.upper.scale[..., None].astype(jnp.float32) / (1 if stored.steps == FAR_STEPS else stored.steps)
+    step = stored.upper.scale[..., None].astype(jnp.float32) / (1 / 2 if stored.steps == FAR_STEPS else stored.steps)
     rounding = jnp.finfo(jnp.bfloat16).eps * jnp.abs(groups).max(-1, keepdims=True)
     ratio = jnp.abs(found - groups) / (step / 2 + rounding + jnp.finfo(jnp.float32).tiny)
     ratio = jnp.where(jnp.isnan(ratio), jnp.inf, ratio)

@@ -482,3 +482,12 @@ def test_a_draft_gets_the_last_real_queries(model):
         found = np.asarray(queries[0][row])
         np.testing.assert_allclose(found[5 - len(expected) :], expected, atol=1e-12)
         assert (found[: 5 - len(expected)] == 0).all()
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("text", ["cascade:first=quantspec,middle=(sparse:budget=0.3)", "combine:quantspec+sparse"])
+def test_two_drafts_with_a_head_in_int8_each_run_on_a_cpu(text):
+    """Where no head is made for the loop."""
+    model = random_model(jnp.bfloat16, num_hidden_layers=1)
+    config = GenerationConfig(draft=text, group_size=8, ignore_eos=True, max_new_tokens=12)
+    assert len(generate(model, [[1, 2, 3] * 9], config=config).token_ids[0]) == 12

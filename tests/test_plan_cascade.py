@@ -459,3 +459,16 @@ def test_a_state_continues_with_the_gammas_that_were_chosen(model):
     assert out[0] == out[1]
     with pytest.raises(InputError, match="draft 'cascade:first_gamma=3' should be 'cascade:first_gamma=2', for which the state was made"):
         generate(model, state, config=dataclasses.replace(config, draft="cascade:first_gamma=3"))
+
+
+@pytest.mark.parametrize(
+    ("text", "chosen"),
+    [
+        ("cascade", "cascade:first_gamma=3"),
+        ("cascade:first_gamma=auto,middle=quantspec", "cascade:middle=quantspec,first_gamma=3"),
+        ("cascade:first=(eagle3:model=a=b,window=20)", "cascade:first=(eagle3:model=a=b,window=20),first_gamma=3"),
+        ("triforce:model=x,gamma1=auto", "triforce:model=x,gamma1=3"),
+    ],
+)
+def test_what_a_text_leaves_open_is_filled_in_once(text, chosen):
+    assert with_first_gamma(text, 3) == chosen and may_become(text, chosen)

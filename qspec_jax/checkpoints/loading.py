@@ -66,9 +66,12 @@ def load_model(
     is_converted = converted.is_converted(directory)
     choice = WeightsChoice.parse(weights)
     linears = DEQUANTIZED if choice.calibration else choice.linears
+    texts = _calibration_texts(directory, choice.calibration, mesh) if choice.calibration else None
     model = _load_converted(directory, dtype, linears, mesh) if is_converted else _load_source(directory, dtype, linears, mesh, progress)
-    if choice.calibration:
-        model = _calibrated(directory, model, choice.calibration, progress)
+    if texts is not None:
+        log_nested(directory)
+        weights = quantize_linears_for(model, texts, quantize=quantize_nested, progress=progress).weights()
+        model = Llama(dataclasses.replace(model.checkpoint_config, nested_weights=True), lambda path, shape: weights[path])
     if choice.head_bits == 8:
         model = quantize_head(model)
         log.info("%s: its head is put into INT8, which changes logits slightly", directory)
@@ -76,15 +79,16 @@ def load_model(
     return model
 
 
-def _calibrated(directory: Path, model: Llama, file: str, progress: bool | None) -> Llama:
-    """The model with nested linear layers that are rounded for the text in a file. Raises InputError as `quantize_linears_for`."""
+def _calibration_texts(directory: Path, file: str, mesh: Mesh | None) -> list[list[int]]:
+    """The token ids of the text in a file, in pieces. Raises InputError where a model cannot be calibrated on it."""
+    if mesh is not None:
+        raise InputError("weights nested: calibration is for a model on one device; convert it so, and load that on several")
+    if converted.is_converted(directory) and converted.read_manifest(directory).is_nested:
+        raise InputError(f"{directory}: its weights are nested already; calibrate its source")
     with reading(Path(file), UnicodeDecodeError):
         text = Path(file).read_text(encoding="utf-8")
-    log_nested(directory)
     tokens = load_tokenizer(directory)(text)["input_ids"]
-    pieces = [tokens[i : i + MAX_TEXT_TOKENS] for i in range(0, len(tokens), MAX_TEXT_TOKENS)]
-    weights = quantize_linears_for(model, pieces, quantize=quantize_nested, progress=progress).weights()
-    return Llama(dataclasses.replace(model.checkpoint_config, nested_weights=True), lambda path, shape: weights[path])
+    return [tokens[i : i + MAX_TEXT_TOKENS] for i in range(0, len(tokens), MAX_TEXT_TOKENS)]
 
 
 def open_source(checkpoint: str | Path) -> WeightSource:

@@ -41,6 +41,8 @@ class WeightsChoice:
             raise InputError(f"weights {name!r} should be one of {', '.join(CHOICES)}")
         settings = _Settings(**read_settings("weights", text, parts, _Settings))
         check_settings("weights", settings)
+        if not settings.calibration and any(part.strip().startswith("calibration=") for part in parts):
+            raise InputError(f"weights {text!r}: calibration should be a file of text")
         if settings.calibration and name != NESTED:
             raise InputError(f"weights {text!r}: calibration is for {NESTED} weights; leave it out")
         return cls(name, settings.head_bits, settings.calibration or None)

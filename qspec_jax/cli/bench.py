@@ -164,6 +164,10 @@ def bench_decode(
     if arch is not None or random_weights:
         if choice == WeightsChoice(DEQUANTIZED):
             raise InputError("--weights dequantized needs a quantized checkpoint, which random weights are not; leave it out")
+        if choice.calibration:
+            raise InputError(
+                "--weights nested:calibration=FILE needs a trained checkpoint, which random weights are not; leave calibration out"
+            )
         shape = dataclasses.replace(shape, int4_weights=choice.linears == PACKED, nested_weights=choice.linears == NESTED)
     check_positions("model", shape.max_length, "--context", max(contexts), max_new_tokens)
     for method in methods:

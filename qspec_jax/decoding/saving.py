@@ -15,7 +15,8 @@ from qspec_jax.decoding.prepare import OF_STATES
 from qspec_jax.decoding.reading import ROOM, reader_of
 from qspec_jax.decoding.state_arrays import shapes_of
 from qspec_jax.decoding.state_identity import NAMES, difference, identity_of
-from qspec_jax.drafts.registry import may_become
+from qspec_jax.drafts.cascade import FIRST_GAMMA
+from qspec_jax.drafts.registry import first_gamma_of, is_cascade, may_become, with_first_gamma
 from qspec_jax.errors import InputError, listed
 from qspec_jax.files import is_replaced
 from qspec_jax.models.llama import Llama
@@ -90,7 +91,11 @@ def load_with_notes(path: str | Path, model: Llama, *, config: GenerationConfig 
         raise InputError(f"{path}: has version {header.get('format')!r:.60} of the format of states, and {known}")
     if fault := _fault(header, model):
         raise InputError(f"{path}: {NOT_SAVED_HERE}, since {fault}; {AGAIN}")
-    config = _with_stored(path, header["settings"], config or GenerationConfig())
+    stored = header["settings"]
+    if header["format"] == EARLIER and is_cascade(stored["draft"]) and first_gamma_of(stored["draft"]) is None:
+        # Where a text left it open, it was not chosen then.
+        stored = stored | {"draft": with_first_gamma(stored["draft"], FIRST_GAMMA)}
+    config = _with_stored(path, stored, config or GenerationConfig())
     reader = _reader_with(model, config, min(header["tokens"], model.config.max_length - 1), header["choices"])
     if differs := difference(header["identity"], identity_of(reader)):
         raise InputError(f"{path}: the state was made with {differs}; give what it was made with, or read the text again")

@@ -100,7 +100,7 @@ def _with_head_of(made: Draft, before: Draft, draft: Draft) -> Draft:
     def bits(draft):
         return getattr(draft, "head_bits", 16)
 
-    if not steps or before.step.model is not draft.step.model or bits(before) == 16 or bits(before) != bits(draft):
+    if made is before or not steps or before.step.model is not draft.step.model or bits(before) == 16 or bits(before) != bits(draft):
         return draft
     return dataclasses.replace(draft, step=ViewedModel(made.step.model, draft.step.view), head_bits=16)
 

@@ -130,7 +130,10 @@ def is_cascade(draft: Any) -> bool:
 
 def with_first_gamma(text: str, first_gamma: int) -> str:
     """The text of a cascade that leaves it open, with how many tokens its first draft drafts at a time."""
-    return f"{text}{',' if ':' in text else ':'}{DRAFTS[name_of(text)].NAME_OF_FIRST_GAMMA}={first_gamma}"
+    name, parts = split_text("draft", text)
+    setting = DRAFTS[name].NAME_OF_FIRST_GAMMA
+    others = [part for part in parts if part.partition("=")[0].strip() != setting]  # which may say that it is open
+    return f"{name}:{','.join([*others, f'{setting}={first_gamma}'])}"
 
 
 def may_become(draft: Any, settled: Any) -> bool:

@@ -75,6 +75,8 @@ class Setting:
             return f"stored costs are those of {device.kernels}, which {why}"
         if self.dtype != "bfloat16":
             return f"stored costs are those of bfloat16, not of {self.dtype}"
+        if self.model.nested_weights:
+            return "no costs are stored of nested weights"
         if self.model.head_dim not in HEAD_DIMS:
             return f"stored costs are those of kernels, which there are none of for a head_dim of {self.model.head_dim}"
         if self.cache.name not in ("full", "int8"):

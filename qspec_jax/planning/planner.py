@@ -29,6 +29,7 @@ from qspec_jax.planning.rounds import Asked, expected_rounds
 from qspec_jax.planning.steps import OutlinedDraft
 
 MEASURED = ("full", "int8")  # caches over whose kernels times were fitted
+NESTED_UNMEASURED = "no kernel for nested weights has been timed; times are those of reading their bytes"
 FIRST_GAMMAS = (1, 2, 3, 4, 6, 8)  # of cascades that leave it open; those below a round's gamma
 
 
@@ -127,7 +128,9 @@ class Planner:
         """A row for decoding without a draft."""
         tokens = 2 if cache.guesses else 1
         target = timing.target_cost(self.device, self.config, cache, **self._where(context, batch), tokens=tokens)
-        row = PlannedRow(context, batch, registry.NONE, cache.name, 0, Status.PLANNED, kernels_measured=cache.kind in MEASURED)
+        measured = cache.kind in MEASURED and not self.config.nested_weights
+        row = PlannedRow(context, batch, registry.NONE, cache.name, 0, Status.PLANNED, kernels_measured=measured)
+        row = dataclasses.replace(row, note=NESTED_UNMEASURED if self.config.nested_weights else "")
         row = dataclasses.replace(row, target_tuned=timing.tuned(self.device, target), copying_ms=1e3 * target.copying)
         rounds = expected_rounds(cache.schedule_for(self.config.head_dim), 0, batch=batch)
         target_s, flush = self._seconds(target), rounds.flushes * self._seconds(timing.flush_cost(self.config))
@@ -209,6 +212,8 @@ class Planner:
                 if not step.kernels_measured or (step.listed and not on_hopper):
                     unmeasured.append(text)
         notes, heads = list(turns.notes), any(part.head is not None for part in turns.last.parts)
+        if self.config.nested_weights:
+            notes.append(NESTED_UNMEASURED)
         if heads:
             notes.append("no head has been timed on a GPU; its layers are counted as those of a target")
         if unmeasured:
@@ -221,7 +226,7 @@ class Planner:
         row = dataclasses.replace(
             row,
             note="; ".join(notes),
-            kernels_measured=not unmeasured and not heads and cache.kind in MEASURED,
+            kernels_measured=not unmeasured and not heads and not self.config.nested_weights and cache.kind in MEASURED,
             step_tuned=None if drafts.step is None else timing.tuned(self.device, drafts.step),
             target_tuned=timing.tuned(self.device, target),
             copying_ms=1e3 * target.copying,

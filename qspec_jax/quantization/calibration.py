@@ -54,7 +54,7 @@ def quantize_linears_for(
     valid = positions < n[:, None]
     x = model.embed(tokens)
     weights = model.weights()
-    with progress_bar(progress=progress, total=len(model.layers), desc="calibrate the draft", unit="layer") as bar:
+    with progress_bar(progress=progress, total=len(model.layers), desc="calibrate", unit="layer") as bar:
         for i, block in enumerate(model.layers):
             with working(f"calibrating layer {i + 1} of {len(model.layers)}"):
                 x, moments = _block(block, x, angles, valid)

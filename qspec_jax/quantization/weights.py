@@ -107,11 +107,13 @@ def _round_nested(groups: Array, scale: Array, zero: Array) -> Array:
 def _fit_range(groups: Float[Array, "out C G"], dtype) -> tuple[Array, Array]:
     """The scale and zero [out, C, 1], values of `dtype`, whose 16 steps cover each group, with the least squared error of upper codes."""
     low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
-    least = jnp.maximum((high - low) / 16, jnp.finfo(groups.dtype).tiny)
+    # By how much a stored zero may be below what it should be.
+    slack = jnp.finfo(dtype).eps * (jnp.maximum(jnp.abs(low), jnp.abs(high)) + (high - low) / 16)
+    least = jnp.maximum((high - low + slack) / 16, jnp.finfo(groups.dtype).tiny)
 
     def attempt(i, best):
         scale = round_up(least * jnp.asarray(NESTED_SCALES, groups.dtype)[i // len(NESTED_PLACES)], dtype)
-        spare = jnp.maximum(16 * scale - (high - low), 0)
+        spare = jnp.maximum(16 * scale - (high - low) - slack, 0)
         first = low + scale * ((LOWER_MIDDLE + 0.5) / NEAREST_STEPS)
         zero = round_down(first - jnp.asarray(NESTED_PLACES, groups.dtype)[i % len(NESTED_PLACES)] * spare, dtype)
         upper = _round_nested(groups, scale, zero) // NEAREST_STEPS
