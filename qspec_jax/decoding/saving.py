@@ -92,9 +92,10 @@ def load_with_notes(path: str | Path, model: Llama, *, config: GenerationConfig 
     if fault := _fault(header, model):
         raise InputError(f"{path}: {NOT_SAVED_HERE}, since {fault}; {AGAIN}")
     stored = header["settings"]
-    if header["format"] == EARLIER and is_cascade(stored["draft"]) and first_gamma_of(stored["draft"]) is None:
+    draft = stored.get("draft")
+    if header["format"] == EARLIER and is_cascade(draft) and first_gamma_of(draft) is None:
         # Where a text left it open, it was not chosen then.
-        stored = stored | {"draft": with_first_gamma(stored["draft"], FIRST_GAMMA)}
+        stored = stored | {"draft": with_first_gamma(draft, FIRST_GAMMA)}
     config = _with_stored(path, stored, config or GenerationConfig())
     reader = _reader_with(model, config, min(header["tokens"], model.config.max_length - 1), header["choices"])
     if differs := difference(header["identity"], identity_of(reader)):
