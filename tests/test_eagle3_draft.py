@@ -171,7 +171,7 @@ def test_the_window_of_what_was_generated_cut_and_read(float64, cut, sinks, tmp_
 
 
 def test_rows_that_read_together_are_as_alone(float64):
-    """Of several lengths, one of which reads nothing and stays as it is; in a text of which the head reads a window, and in a short one."""
+    """Rows of several lengths read pieces of several lengths in one pass; a row that reads nothing stays as it is."""
     model = random_model(jnp.float64)
     config = with_draft(dataclasses.replace(FULL, num_speculative_tokens=3), Eagle3Draft(random_head(model), 3, 9))
     first = prefill(model, READ[:2], config=config, room=400)

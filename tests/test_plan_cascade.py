@@ -402,7 +402,7 @@ def test_gammas_are_the_default_where_nothing_is_known(small):
 
 
 def test_auto_takes_a_cascade_only_by_a_measured_acceptance(monkeypatch):
-    """Of none yet: an acceptance by the target says nothing certain of one by a middle."""
+    """No inner acceptance is stored yet: how often a target accepts a draft's tokens does not say how often a middle draft would."""
     assert not acceptance.INNER_ACCEPTANCE and LOOKED_UP in CASCADES
     without = choose(setting(), context=131072, batch=1)
     assert without.draft == "sparse" and "cascade" not in without.reason

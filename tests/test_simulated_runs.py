@@ -115,7 +115,7 @@ def test_teams_that_have_whole_spans_give_the_same_bits(monkeypatch, planes):
     passes = PASSES if planes else of_two_warps(PASSES)
     expected = of_pass(planes, *passes[0])
     monkeypatch.setattr(mosaic_plan, "SPANS_EACH", 0)
-    monkeypatch.setattr(mosaic_plan.Plan, "registers", 1000)  # as many as any of these needs
+    monkeypatch.setattr(mosaic_plan.Plan, "registers", 1000)  # enough for all of these
     for rows, first, tokens, config in passes[:2] + passes[4:6]:
         q, layer, lengths = of_rows(rows, *problem(planes))
         assert attention.plan_for(q, layer, DenseView(planes), config=config).whole_spans

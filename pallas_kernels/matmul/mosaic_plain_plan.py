@@ -84,7 +84,7 @@ class Plan:
 
     @property
     def warpgroups(self) -> int:
-        """Of a block: each multiplies up to `PRODUCT_ROWS` rows."""
+        """Warpgroups of a block; each multiplies up to `PRODUCT_ROWS` rows."""
         return math.ceil(self.rows / PRODUCT_ROWS)
 
     @property

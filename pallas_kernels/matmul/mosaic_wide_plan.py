@@ -151,7 +151,7 @@ class Plan:
 
     @property
     def planes(self) -> int:
-        """Of codes."""
+        """How many planes of codes a weight has: two if it is nested."""
         return 1 if self.nested_steps is None else 2
 
     @property

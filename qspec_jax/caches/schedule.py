@@ -20,6 +20,8 @@ from pallas_kernels.formats.kv_cache import Lengths
 @dataclasses.dataclass(frozen=True)
 class Schedule:
     """
+    Which tokens of a row are quantized when, and how far a round verifies.
+
     Attributes:
         flush_size: how many tokens of a row a flush quantizes at once, G; None: nothing is ever quantized.
         span: where nothing is quantized, a round verifies no token beyond the next multiple of this number of tokens; None: any.
