@@ -205,7 +205,7 @@ def test_packed_weights_are_converted_and_verified(tmp_path):
         convert(source, tmp_path / "both", weights="packed", draft_bits=4, progress=False)
     with pytest.raises(InputError, match="stored dequantized"):
         load_model(tmp_path / "plain", weights="packed")
-    with pytest.raises(InputError, match="packed or dequantized"):
+    with pytest.raises(InputError, match="should be one of packed, dequantized, nested"):
         load_model(source, weights="both")
     with pytest.raises(InputError, match="head_bits 4 should be 8 or 16"):
         load_model(source, weights="packed:head_bits=4")
