@@ -213,10 +213,11 @@ def test_times_of_a_head(head):
 
 
 def test_memory_of_a_head(head):
-    """Its own weights, without the embedding, which is the target's; the window's keys and values, and the keys of 4 sinks once more."""
+    """Its own weights, without the embedding, which is the target's; the window's keys and values, and the keys of 4 sinks once more; the
+    features of its window, of 256 tokens before that, and of the sinks."""
     memory = lambda text: memory_of(LLAMA_8B, INT8, planned.drafts_of(LLAMA_8B, text), batch=2, context=4096, new_tokens=64, gamma=GAMMA)
     matrices = (4096 + 2 * 1024) * 8192 + 4096 * 4096 + 3 * 4096 * 14336 + 32000 * 4096 + 4096 * 3 * 4096
-    held = 2 * (4 + 1020 + 2 + GAMMA + 1) * 2 * 8 * 128 * 2
+    held = 2 * ((4 + 1020 + 2 + GAMMA + 1) * 2 * 8 * 128 * 2 + (4 + 1020 + 256) * 4096 * 2)
     assert memory(f"eagle3:model={head}").draft == 2 * (matrices + 4 * 4096) + 4 * 32000 + held
     both = memory(f"cascade:first=(eagle3:model={head}),middle=quantspec,first_gamma=3").draft
     assert both - memory(f"eagle3:model={head}").draft == memory("quantspec").draft + 2 * 3 * 2 * 8 * 128 * 2

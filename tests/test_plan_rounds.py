@@ -17,10 +17,11 @@ from qspec_jax.models.viewed import ViewedModel
 from qspec_jax.planning.rounds import Asked, expected_rounds
 
 
-def test_rounds_that_ask_drafts_in_turn():
+@pytest.mark.parametrize("schedule", [Schedule(16), Schedule(None, span=16)])
+def test_rounds_that_ask_drafts_in_turn(schedule):
     """Rounds that are drawn one by one: the first draft has a proposal in 60 % of them, the second in half of the others, and so on."""
     drafts = Asked(0.5, 0.6), Asked(0.8, 0.5), Asked(0.9, 0.25)
-    schedule, gamma, random, n, rounds = Schedule(16), 5, np.random.default_rng(0), 16 * 9, 6000
+    gamma, random, n, rounds = 5, np.random.default_rng(0), 16 * 9, 6000
     sums = np.zeros(5)
     passes = np.zeros(gamma)
     for _ in range(rounds):
@@ -37,6 +38,7 @@ def test_rounds_that_ask_drafts_in_turn():
     assert means == pytest.approx(tuple(sums / rounds), rel=0.08)
     assert found.passes == pytest.approx(tuple(passes / rounds), rel=0.1)
     assert found.asked == pytest.approx(0.4 * 0.5) and found.proposing == pytest.approx(1 - 0.4 * 0.5 * 0.75)
+    assert (found.flushes > 0) == (schedule.flush_size is not None)
     several = expected_rounds(schedule, gamma, *drafts, batch=8)
     assert several.passes == pytest.approx([1 - (1 - each) ** 8 for each in found.passes]) and several.tokens == found.tokens
     free = expected_rounds(Schedule(None), 2, Asked(0.5, 0.6), Asked(0.9))

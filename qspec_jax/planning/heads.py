@@ -60,8 +60,8 @@ def prefill_of_head(device: Device, draft: Eagle3Draft, *, batch: int, tokens: i
 
 
 def head_memory(draft: Eagle3Draft, *, batch: int, appended: int) -> int:
-    """Bytes of the head's own weights, which are those that are not the target's, and of its keys and values. appended: tokens that a round
-    appends to these."""
+    """Bytes of the head's own weights, which are those that are not the target's, of its keys and values, and of the features that it keeps.
+    appended: tokens that a round appends to the keys and values."""
     head, settings = draft.head, draft.head.settings
     weights, same_width = dict(head.weights()), settings.layers.hidden_size == settings.target_hidden_size
     if same_width:  # the embedding is the target's, see `load_head`
@@ -69,7 +69,8 @@ def head_memory(draft: Eagle3Draft, *, batch: int, appended: int) -> int:
     if same_width and settings.has_whole_vocabulary and not isinstance(weights["head"], Int8Weight):
         weights.pop("head")
     held = Reads(0, 0, draft.sinks + draft.window + tokens_of_sinks(draft.sinks) + appended)
-    return bytes_of(weights) + batch * _cache_bytes(head.config, held)
+    features = ITEM_BYTES * (draft.taps.first + draft.taps.last) * head.config.hidden_size
+    return bytes_of(weights) + batch * (_cache_bytes(head.config, held) + features)
 
 
 def _cache_bytes(config: LlamaConfig, reads: Reads) -> int:

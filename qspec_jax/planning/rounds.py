@@ -100,29 +100,30 @@ def expected_rounds(schedule: Schedule, gamma: int, *drafts: Asked, batch: int =
     def passes(reached):
         return tuple(float(1 - (1 - last * share) ** batch) for share in reached)
 
-    if schedule.flush_size is None:
+    if (period := schedule.flush_size or schedule.span) is None:
         chances = emitted(gamma)
         tokens = float(chances @ np.arange(1, gamma + 2))
         rejected = sum(chance * (1 - rate**gamma) for chance, rate in used)
         allowed = (*[0.0] * gamma, 1.0)
         return Rounds(tokens, proposing * gamma, proposing, rejected, last, passes([1.0] * gamma), 0.0, allowed, tuple(chances.tolist()))
-    G = schedule.flush_size
-    # A row buffers G tokens after a flush, and its rounds end at exactly 2G: none has more drafts than there is room for.
-    visits = np.zeros(2 * G + 1)
-    visits[G] = 1.0
-    eligible = np.minimum(schedule.max_drafts(gamma), schedule.draft_room(Lengths(0, np.arange(2 * G))))
-    for buffered in range(G, 2 * G):
-        most = int(eligible[buffered])
-        visits[buffered + 1 : buffered + most + 2] += visits[buffered] * emitted(most)
-    visits, eligible = visits[G : 2 * G], eligible[G : 2 * G]
+    # A row buffers G tokens after a flush, and its rounds end at exactly 2G; over a span they end at its last token. None has more drafts
+    # than there is room for.
+    visits = np.zeros(period + 1)
+    visits[0] = 1.0
+    begin = np.arange(period) + (schedule.flush_size or 0)
+    eligible = np.minimum(gamma, schedule.draft_room(Lengths(begin - begin, begin)))
+    for at in range(period):
+        most = int(eligible[at])
+        visits[at + 1 : at + most + 2] += visits[at] * emitted(most)
+    visits = visits[:period]
     rounds = visits.sum()
     reached = [visits[eligible >= k].sum() / rounds for k in range(1, gamma + 1)]
     drafted = proposing * float(visits @ eligible / rounds)
     rejected = sum(chance * float(visits @ (1 - rate**eligible) / rounds) for chance, rate in used)
     allowed = [float(visits[eligible == m].sum() / rounds) for m in range(gamma + 1)]
     by_tokens = sum(chance * np.pad(emitted(m), (0, gamma - m)) for m, chance in enumerate(allowed))
-    flushes = float(1 - (1 - 1 / rounds) ** batch)
-    means = float(G / rounds), drafted, proposing, rejected, last, passes(reached), flushes
+    flushes = float(1 - (1 - 1 / rounds) ** batch) if schedule.flush_size else 0.0
+    means = float(period / rounds), drafted, proposing, rejected, last, passes(reached), flushes
     return Rounds(*means, tuple(allowed), tuple(by_tokens.tolist()))
 
 
