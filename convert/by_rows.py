@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.formats.weights import Int4Weight, NestedWeight, dequantize_weight
-from qspec_jax.quantization.weights import FAR_STEPS, quantize_weight
+from qspec_jax.quantization.weights import quantize_weight
 
 ROWS_SIZE = 1 << 22  # numbers of a weight at a time
 
@@ -48,9 +48,9 @@ def _largest_nested_error(stored: NestedWeight, weight: jax.Array) -> jax.Array:
         return jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -x.shape[1] % size)), mode="edge").reshape(len(x), -1, size)
 
     groups, found = split(weight), split(dequantize_weight(stored, jnp.float32))
-    step = stored.upper.scale[..., None].astype(jnp.float32) / (1 / 2 if stored.steps == FAR_STEPS else stored.steps)
+    allowed = stored.upper.scale[..., None].astype(jnp.float32) * stored.max_error
     rounding = jnp.finfo(jnp.bfloat16).eps * jnp.abs(groups).max(-1, keepdims=True)
-    ratio = jnp.abs(found - groups) / (step / 2 + rounding + jnp.finfo(jnp.float32).tiny)
+    ratio = jnp.abs(found - groups) / (allowed + rounding + jnp.finfo(jnp.float32).tiny)
     ratio = jnp.where(jnp.isnan(ratio), jnp.inf, ratio)
     return jnp.where(jnp.isfinite(groups).all(-1, keepdims=True), ratio, 0).max()
 

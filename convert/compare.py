@@ -66,16 +66,19 @@ def verify(source: str | Path, directory: str | Path, *, logits: bool | None = N
         source: a directory, or ORG/NAME on the Hub.
         directory: of the conversion.
         logits: whether to compare logits too if all weights are the same, with one model in memory at a time; None: if two would fit.
+            Those of nested weights are not compared, as these may be rounded otherwise where they are made again.
         progress: whether a bar is shown; None: where standard error is a terminal.
 
     Raises:
-        InputError: if one of the two cannot be read, or they are of different models.
+        InputError: if one of the two cannot be read, or they are of different models; and where logits are asked for of nested weights.
     """
     source, directory = local(source, progress=progress), Path(directory)
     if converted.is_converted(source):
         raise InputError(f"{source}: is a conversion; give its source first, then the conversion")
     opened = open_source(source)
     manifest = converted.read_manifest(directory)
+    if logits and manifest.is_nested:
+        raise InputError(f"{directory}: logits of nested weights cannot be compared; leave --logits out, and each weight is checked")
     opened.check_contents()
     config = load_config(directory, dtype=opened.config.dtype)
     dtype = jnp.dtype(manifest.dtype)
@@ -116,7 +119,6 @@ def verify(source: str | Path, directory: str | Path, *, logits: bool | None = N
             if errors[-1] > 1:
                 wrong.append(f"the draft's {path} errs {errors[-1]:.3g} times as much as it may")
     how = PACKED if manifest.packed else DEQUANTIZED
-    # Nested weights may be rounded otherwise when they are made again.
     compared = not wrong and not nested and (_fits(opened, dtype) if logits is None else logits)
     if not compared:  # otherwise loading the source warns
         opened.warn_of_not_finite()

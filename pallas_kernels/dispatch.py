@@ -154,7 +154,7 @@ _fixed_order: contextvars.ContextVar[bool] = contextvars.ContextVar("_fixed_orde
 @contextlib.contextmanager
 def fixed_order() -> Iterator[None]:
     """What is traced within the context gives a token the same bits whatever else a pass holds: sums are added up in an order that depends
-    on the row's length alone. This takes longer.
+    on the row's length alone; over a full-precision cache it changes at every multiple of `attention.support.PASS_SPAN` tokens.
 
     On a GPU only kernels that do so are chosen. The reference keeps to it in attention alone, whose chunks of the cache then have one size
     and places that do not depend on the capacity. A function under `jax.jit` that was traced outside of the context, for arguments like

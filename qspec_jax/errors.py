@@ -23,6 +23,21 @@ class DraftRoomError(InputError):
     """A prompt that exceeds the positions of the draft's own model; another draft may have room."""
 
 
+class BitsRefused(InputError):
+    """A request that cannot have exact bits.
+
+    Attributes:
+        reason: why, as a sentence goes on after "exact bits".
+    """
+
+    def __init__(self, reason: str):
+        super().__init__(reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"exact bits {self.reason}; give exact tokens there"
+
+
 @functools.cache
 def warn_once(log: logging.Logger, message: str, level: int = logging.WARNING) -> None:
     """Logs a message the first time only that a process gives it: a checkpoint is opened several times."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from runs import random_model, random_prompts
 
+from pallas_kernels.dispatch import NoFixedOrder
 from qspec_jax.decoding import auto_exact
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.fixed_batch import Run
@@ -15,8 +16,10 @@ from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.prepare import prepare
 from qspec_jax.decoding.reading import prefill
 from qspec_jax.decoding.sampling import Greedy
-from qspec_jax.errors import InputError, warn_once
+from qspec_jax.errors import warn_once
+from qspec_jax.models.fixed_order import FixedOrderModel
 from qspec_jax.models.uniform import UniformModel
+from qspec_jax.models.viewed import ViewedModel
 
 PROMPTS = random_prompts([40, 30])
 CONFIG = GenerationConfig(draft="prompt-lookup", cache="int8", group_size=16, ignore_eos=True, max_new_tokens=24)
@@ -53,7 +56,6 @@ def test_a_single_prompt_has_bits(model, as_gpu, caplog):
     [
         ({}, 2, "bits for single prompts alone"),
         (dict(num_return_sequences=2), 1, "bits for single prompts alone"),
-        (dict(temperature=0.7), 1, "greedy decoding, and temperature is 0.7"),
         (dict(draft="none", cache="kivi"), 1, "cache is kivi"),
         (dict(num_speculative_tokens=16), 1, "at most 15 drafts"),
     ],
@@ -66,13 +68,17 @@ def test_what_else_there_is_has_tokens_and_says_why(model, as_gpu, caplog, chang
 
 
 def test_a_model_without_kernels_of_fixed_order_has_tokens(model, as_gpu, monkeypatch, caplog):
-    def refuses(*args, **others):
-        raise InputError("exact bits: matmul in a fixed order: there is no such kernel; give exact tokens")
+    """Kernels are asked for where a pass is traced, on a GPU by another model than here."""
 
-    monkeypatch.setattr(UniformModel, "watched", refuses)
+    def refuses(*args, **others):
+        raise NoFixedOrder("matmul in a fixed order: there is no such kernel")
+
+    monkeypatch.setattr(ViewedModel, "watched", refuses)
+    monkeypatch.setattr("qspec_jax.decoding.engine.UniformModel", FixedOrderModel)
     with caplog.at_level(logging.INFO):
         run = run_of(model, PROMPTS[:1], max_new_tokens=200)  # which was not traced before
-    assert run.prepared.exact == "tokens"
+    assert run.prepared.exact == "tokens" and "give exact tokens" not in caplog.text
+    assert "exact auto: tokens, since exact bits needs kernels that add up in a fixed order; matmul in a fixed order" in caplog.text
     assert "there is no such kernel" in caplog.text
 
 

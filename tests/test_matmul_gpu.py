@@ -1,4 +1,4 @@
-"""The GPU kernels of int4_matmul against float32, and what they do not take."""
+"""The GPU kernels of coded_matmul against float32, and what they do not take."""
 
 import functools
 import itertools
@@ -15,7 +15,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.formats.weights import Int4Weight
 from pallas_kernels.gpu.launch import RESERVED_BYTES, SHARED_BYTES
 from pallas_kernels.matmul import (
-    int4_matmul,
+    coded_matmul,
     linear,
     mosaic_gpu,
     mosaic_plan,
@@ -50,7 +50,7 @@ def with_rows(rows: Sequence[int], shapes: Sequence) -> list:
     return [(number, *shape) for number, shape in zip(itertools.cycle(rows), shapes)]
 
 
-multiply = jax.jit(int4_matmul, static_argnames="implementation")
+multiply = jax.jit(coded_matmul, static_argnames="implementation")
 
 
 def kernel(implementation: str, *args) -> Callable:
@@ -123,7 +123,7 @@ def test_triton_in_every_configuration_worth_measuring(inputs, outputs, rows):
     x = activations(rows, inputs, True)
     kernel("triton", x, weights)
     for config in triton.Plan.of(x, weights).candidates():
-        y = jax.jit(functools.partial(triton.int4_matmul, config=config))(x, weights)
+        y = jax.jit(functools.partial(triton.coded_matmul, config=config))(x, weights)
         assert max(relative_error(part, x, weight) for part, weight in zip(separate(y, weights), weights)) <= 5e-3, config
 
 
@@ -215,7 +215,7 @@ def test_a_kernel_under_vmap_runs_for_one_after_the_other():
 # Many rows --------------------------------------------------------------------------------------------------------------
 
 WIDE_ROWS = next(kernel.min_rows for kernel in dispatch.kernels("matmul", "int4") if kernel.module == "mosaic_wide")
-many_rows = jax.jit(mosaic_wide.int4_matmul, static_argnames="config")
+many_rows = jax.jit(mosaic_wide.coded_matmul, static_argnames="config")
 
 
 def many_rows_kernel(x: jax.Array, weights: Sequence[Int4Weight]) -> Callable:

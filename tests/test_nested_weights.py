@@ -1,7 +1,10 @@
 """Nested weights: 8 bits for the target, whose upper 4 are the draft's own INT4 weights, shared and not copied."""
 
 import dataclasses
+import logging
+import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +21,11 @@ from pallas_kernels.formats.weights import Int4Weight, NestedWeight, dequantize_
 from pallas_kernels.matmul import linear
 from qspec_jax import demo
 from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.checkpoints import loading
 from qspec_jax.checkpoints.info import model_info
 from qspec_jax.checkpoints.loading import load_model, load_plan, outline_model
+from qspec_jax.checkpoints.tensor_names import weight_shapes
+from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
 from qspec_jax.drafts.int4 import int4_model
@@ -124,6 +130,35 @@ def test_weights_are_calibrated_on_a_text(tmp_path, caplog):
         load_model(demo.MODEL, weights=f"nested:calibration={tmp_path / 'none.txt'}")
 
 
+def test_a_long_text_is_calibrated_on_in_pieces_spread_over_it(tmp_path, monkeypatch, caplog):
+    text = tmp_path / "text.py"
+    text.write_text(Path(dataclasses.__file__).read_text()[:4000])
+    tokens = load_tokenizer(demo.MODEL)(text.read_text())["input_ids"]
+    monkeypatch.setattr(loading, "MAX_TEXT_TOKENS", 100)
+    monkeypatch.setattr(loading, "MAX_TOKENS", 300)
+    with caplog.at_level(logging.INFO):
+        pieces = loading._calibration_texts(demo.MODEL, str(text), None)
+    count = -(-len(tokens) // 100)
+    assert count > 6 and pieces == [tokens[at : at + 100] for at in (0, count // 3 * 100, 2 * count // 3 * 100)]
+    assert f"text.py: 3 of its {count} pieces of 100 tokens are calibrated on" in caplog.text
+
+
+def test_they_need_the_same_memory_wherever_they_come_from(checkpoint, tmp_path, monkeypatch):
+    """A byte a number, without the scales of groups, beside embedding, head and norms."""
+    convert(checkpoint, tmp_path / "out", weights="nested", progress=False)
+    shapes = weight_shapes(load_model(checkpoint).config)
+    needed = sum(math.prod(shape) * (1 if is_linear(path) else 4) for path, shape in shapes.items())
+    limit = {"bytes_limit": needed}
+    device = SimpleNamespace(memory_stats=lambda: limit, device_kind="NVIDIA H100")
+    monkeypatch.setattr(loading.jax, "local_devices", lambda: [device])
+    for directory in checkpoint, tmp_path / "out":
+        assert nested_of(load_model(directory, weights="nested", dtype="float32"))
+    limit["bytes_limit"] -= 1
+    for directory in checkpoint, tmp_path / "out":
+        with pytest.raises(InputError, match="of NVIDIA H100"):
+            load_model(directory, weights="nested", dtype="float32")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rows", [3, 100])
 def test_linear_multiplies_by_both_planes(dtype, rows):
@@ -204,6 +239,8 @@ def test_what_does_not_go_with_them_is_refused(checkpoint, tmp_path):
         convert(checkpoint, tmp_path / "out", weights="nested", draft_bits=4)
     assert not (tmp_path / "out").exists()
     convert(checkpoint, tmp_path / "out", weights="nested", progress=False)
+    with pytest.raises(InputError, match="logits of nested weights cannot be compared"):
+        verify(checkpoint, tmp_path / "out", logits=True, progress=False)
     with pytest.raises(InputError, match="its weights are stored nested; convert the checkpoint again with packed weights"):
         load_model(tmp_path / "out", weights="packed")
     with pytest.raises(InputError, match="convert with dequantized weights and export that"):
@@ -250,9 +287,8 @@ def test_devices_have_parts_of_both_planes(request, tmp_path):
     for path, weight in nested_of(divided).items():
         inner = path.rsplit(".", 2)[1] in ("o_proj", "down_proj")
         assert weight.lower.sharding.shard_shape(weight.lower.shape)[int(inner)] * 2 == weight.lower.shape[int(inner)]
-        if weight.upper.codes.shape == whole.weights()[path].upper.codes.shape:
-            np.testing.assert_array_equal(np.asarray(weight.lower), np.asarray(whole.weights()[path].lower))
-        np.testing.assert_array_equal(np.asarray(stored.weights()[path].lower), np.asarray(whole.weights()[path].lower))
+        for other in weight, stored.weights()[path]:
+            jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), other, whole.weights()[path])
     prompt = random_prompts([40])
     config = GenerationConfig(draft="quantspec", cache="int8", ignore_eos=True, max_new_tokens=12)
-    assert len(generate(divided, prompt, config=config).token_ids[0]) == 12
+    assert generate(divided, prompt, config=config).token_ids == generate(whole, prompt, config=config).token_ids

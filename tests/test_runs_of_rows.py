@@ -79,22 +79,22 @@ def test_runs_divide_a_full_precision_cache(rows):
 
 
 def store(runs: mosaic_runs.Runs, stored: dict, partials: dict, run: int, state: list, worker: int) -> None:
-    """Stores what a run has read; with whole spans the last run of each, and the team has had all of that span."""
+    """Stores what a run has read; with whole folds the last run of each, and the team has had all of that fold."""
     assert stored.setdefault(run, (worker, state)) == (worker, state)
-    if runs.plan.whole_spans and not runs.ends_span(run):
+    if runs.plan.whole_folds and not runs.ends_fold(run):
         return
-    first = run // mosaic_plan.SPAN * mosaic_plan.SPAN if runs.plan.whole_spans else run
+    first = run // mosaic_plan.FOLD_RUNS * mosaic_plan.FOLD_RUNS if runs.plan.whole_folds else run
     assert {stored[earlier][0] for earlier in range(first, run + 1)} == {worker}
     assert partials.setdefault(runs.place(0, 0, run), run) == run
 
 
-@pytest.mark.parametrize("whole_spans", [False, True])
+@pytest.mark.parametrize("whole_folds", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_teams_store_each_run_once_with_what_it_reads(monkeypatch, shape, whole_spans):
+def test_teams_store_each_run_once_with_what_it_reads(monkeypatch, shape, whole_folds):
     """The loops of `emit_block`, with what a state has read for the state."""
-    monkeypatch.setattr(mosaic_plan, "SPANS_EACH", 0 if whole_spans else 1 << 30)
+    monkeypatch.setattr(mosaic_plan, "FOLDS_EACH", 0 if whole_folds else 1 << 30)
     of_plan = plan(*shape, groups=2000, buffer_rows=400)
-    assert of_plan.whole_spans == whole_spans
+    assert of_plan.whole_folds == whole_folds
     for groups, chunks, workers in itertools.product((*range(12), 39, 97, 2000), (0, 1, 4, 5), (1, 3, 48, 500)):
         runs = mosaic_runs.Runs(of_plan, 0, chunks * of_plan.chunk, groups)
         stored, partials = {}, {}
@@ -112,16 +112,16 @@ def test_teams_store_each_run_once_with_what_it_reads(monkeypatch, shape, whole_
                 store(runs, stored, partials, run, state, worker)
                 state = []
         assert sorted(stored) == list(range(runs.number))
-        assert sorted(partials) == list(range(runs.spans if whole_spans else runs.number)) and len(partials) <= of_plan.max_partials
+        assert sorted(partials) == list(range(runs.folds if whole_folds else runs.number)) and len(partials) <= of_plan.max_partials
         read = [unit for run in range(runs.number) for unit in stored[run][1]]
         assert read == [("group", x) for x in range(groups)] + [("chunk", x) for x in range(chunks)]
 
 
-@pytest.mark.parametrize("whole_spans", [False, True])
-def test_teams_divide_a_full_precision_cache(monkeypatch, whole_spans):
-    monkeypatch.setattr(mosaic_plan, "SPANS_EACH", 0 if whole_spans else 1 << 30)
+@pytest.mark.parametrize("whole_folds", [False, True])
+def test_teams_divide_a_full_precision_cache(monkeypatch, whole_folds):
+    monkeypatch.setattr(mosaic_plan, "FOLDS_EACH", 0 if whole_folds else 1 << 30)
     of_plan = plan(128, 8, 128, groups=0, buffer_rows=140000)
-    assert of_plan.whole_spans == whole_spans
+    assert of_plan.whole_folds == whole_folds
     for tokens, workers in itertools.product((1, 33, 300, 512, 513, 8000, 40000, 131072, 140000), (1, 3, 16, 64, 500)):
         runs = mosaic_runs.Runs(of_plan, 0, tokens, 0)
         stored, partials = {}, {}
@@ -130,8 +130,8 @@ def test_teams_divide_a_full_precision_cache(monkeypatch, whole_spans):
             for run in range(edge[worker], edge[worker + 1]):
                 store(runs, stored, partials, run, [*range(runs.first_chunk(run), runs.first_chunk(run + 1))], worker)
         assert [chunk for run in range(runs.number) for chunk in stored[run][1]] == [*range(runs.chunks)]
-        assert sorted(partials) == list(range(runs.spans if whole_spans else runs.number)) and len(partials) <= of_plan.max_partials
-        # A team has its share of what there may be up to the next multiple of `PASS_SPAN`, or up to a run (or span) more.
-        longest = max(len(state) for _, state in stored.values()) * (mosaic_plan.SPAN if whole_spans else 1)
+        assert sorted(partials) == list(range(runs.folds if whole_folds else runs.number)) and len(partials) <= of_plan.max_partials
+        # A team has its share of what there may be up to the next multiple of `PASS_SPAN`, or up to a run (or fold) more.
+        longest = max(len(state) for _, state in stored.values()) * (mosaic_plan.FOLD_RUNS if whole_folds else 1)
         read = [runs.first_chunk(last) - runs.first_chunk(first) for first, last in itertools.pairwise(edge)]
         assert max(read) <= (runs.chunks + PASS_SPAN // of_plan.chunk) / workers + 1 + longest

@@ -22,7 +22,7 @@ from pallas_kernels.matmul.mosaic_plan import Plan, Stage
 from pallas_kernels.matmul.mosaic_wide_plan import PARAMETER_GROUPS, PARAMETER_SLOTS
 from pallas_kernels.matmul.mosaic_wide_plan import Config as WideConfig
 from pallas_kernels.matmul.mosaic_wide_plan import Plan as WidePlan
-from pallas_kernels.matmul.support import parameters_of
+from pallas_kernels.matmul.support import Parameters, parameters_of
 
 pytestmark = pytest.mark.kernels
 
@@ -159,7 +159,7 @@ def test_int4_matmul_of_many_rows(rows, inputs, outputs, blocks, config, outlier
 def test_nested_matmul(rows, inputs, outputs, blocks, config, outliers, group_size, steps):
     weights = [nested_weight(out, inputs, i, group_size, steps) for i, out in enumerate(outputs)]
     x = activations(rows, inputs, outliers)
-    plan = WidePlan(rows, inputs // 128, outputs, blocks, config, parameters_of(weights[0].upper), steps)
+    plan = WidePlan(rows, inputs // 128, outputs, blocks, config, parameters_of(weights[0]))
     y = at_once(wide_matmul.run)(plan, x, weights)
     assert y.shape == (rows, sum(outputs)) and y.dtype == jnp.bfloat16
     for part, weight in zip(separate(y, weights), weights):
@@ -196,7 +196,7 @@ def test_nested_codes_as_bfloat16_are_rounded_once(steps):
     codes = r.permutation(np.arange(16 * 2 * 128) % 256).reshape(16, 2, 128).astype(np.uint8)
     upper = Int4Weight(pack(jnp.asarray(codes >> 4)), scale.at[0, 0].set(0), zero)
     weight = NestedWeight(upper, pack(jnp.asarray(codes & 15)), steps)
-    plan = WidePlan(64, 2, (16,), 1, WideConfig(1, 1), nested_steps=steps)
+    plan = WidePlan(64, 2, (16,), 1, WideConfig(1, 1), Parameters(lower_steps=steps))
     y = jnp.concatenate([at_once(wide_matmul.run)(plan, x, [weight]) for x in jnp.split(jnp.eye(256, dtype=jnp.bfloat16), 4)])
     exact = dequantize_weight(weight, jnp.float32)
     np.testing.assert_array_equal(np.asarray(y), np.asarray(exact.T.astype(jnp.bfloat16)))

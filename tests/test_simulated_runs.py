@@ -111,14 +111,14 @@ def test_a_token_has_the_same_bits_in_every_pass(planes, passes):
 
 
 @pytest.mark.parametrize("planes", [2, None])
-def test_teams_that_have_whole_spans_give_the_same_bits(monkeypatch, planes):
+def test_teams_that_have_whole_folds_give_the_same_bits(monkeypatch, planes):
     passes = PASSES if planes else of_two_warps(PASSES)
     expected = of_pass(planes, *passes[0])
-    monkeypatch.setattr(mosaic_plan, "SPANS_EACH", 0)
+    monkeypatch.setattr(mosaic_plan, "FOLDS_EACH", 0)
     monkeypatch.setattr(mosaic_plan.Plan, "registers", 1000)  # enough for all of these
     for rows, first, tokens, config in passes[:2] + passes[4:6]:
         q, layer, lengths = of_rows(rows, *problem(planes))
-        assert attention.plan_for(q, layer, DenseView(planes), config=config).whole_spans
+        assert attention.plan_for(q, layer, DenseView(planes), config=config).whole_folds
         found = attend(q, layer, lengths, DenseView(planes), config, first, tokens)
         np.testing.assert_array_equal(found, expected[np.array(rows), first : first + tokens])
 

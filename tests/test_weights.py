@@ -8,11 +8,11 @@ from tiers import in_system
 from weight_matrices import BFLOAT16, OUT, read, weights
 
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, dequantize_weight
-from pallas_kernels.matmul import int4_matmul, linear
+from pallas_kernels.matmul import coded_matmul, linear
 from qspec_jax.quantization.weights import quantize_rows, quantize_weight, weight_group_size
 
 dequantize_jit = jax.jit(dequantize_weight, static_argnames="dtype")
-matmul_jit = jax.jit(lambda x, weight: int4_matmul(x, (weight,)))
+matmul_jit = jax.jit(lambda x, weight: coded_matmul(x, (weight,)))
 
 
 def plain_rounding(weight: np.ndarray, size: int, *, farther: float = 1) -> np.ndarray:

@@ -8,14 +8,14 @@ import jax
 
 from pallas_kernels.attention import mosaic_append
 from pallas_kernels.attention.mosaic_partition import Partition, buffered_tokens
-from pallas_kernels.attention.mosaic_plan import SPAN, WARPS, Plan
+from pallas_kernels.attention.mosaic_plan import FOLD_RUNS, WARPS, Plan
 from pallas_kernels.attention.mosaic_runs import Runs, folded
 from pallas_kernels.attention.mosaic_stream import FullSource, Pipeline, QuantizedSource
 from pallas_kernels.attention.mosaic_tile import Tile
 from pallas_kernels.gpu import fragments, numerics, ptx
 
 # Parts that a warp of the merge loads at once, by the partial results of each: a row has up to 64 that are folded by four, over 8 KV heads.
-PARTS_AT_ONCE = {1: 8, SPAN: 4}
+PARTS_AT_ONCE = {1: 8, FOLD_RUNS: 4}
 
 
 def copy_queries(plan: Plan, at: dict, queries, thread, batch, kv_head, row_block) -> None:
@@ -95,20 +95,20 @@ def emit_block(plan: Plan, refs: dict) -> None:
         tile.store(place, partial)
 
     def finish(run, state, before: dict, is_over=None) -> dict:
-        """The partial result of a run, written, where the run is over; with whole spans what it is folded into, which is written once the
-        span is over. before: that of the run before it."""
-        if not plan.whole_spans:
+        """The partial result of a run, written, where the run is over; with whole folds what it is folded into, which is written once the
+        fold is over. before: that of the run before it."""
+        if not plan.whole_folds:
             with contextlib.nullcontext() if is_over is None else ptx.when(is_over):
                 store(runs.place(row_block, kv_head, run), tile.partial(state))
             return before
         partial = runs.folded_into(before, tile.partial(state), run)
-        ends = runs.ends_span(run)
+        ends = runs.ends_fold(run)
         with ptx.when(ends if is_over is None else ends & is_over):
             store(runs.place(row_block, kv_head, run), partial)
         return partial if is_over is None else jax.tree.map(functools.partial(ptx.select, is_over), partial, before)
 
     state = tile.empty()
-    before = tile.nothing() if plan.whole_spans else {}
+    before = tile.nothing() if plan.whole_folds else {}
     if plan.planes is not None:
         for n in range(0, plan.block_tiles, warps):
             with ptx.when(warp + n < plan.block_tiles):
@@ -178,8 +178,8 @@ def emit_merge(plan: Plan, refs: dict) -> None:
     if plan.fixed_runs:
         runs = Runs.of_row(plan, at, kv_head, batch)
         # What is folded into the result of a part, and the number of parts.
-        each = 1 if plan.whole_spans else SPAN
-        first, workers, parts = runs.place(row_block, kv_head, 0), runs.spans if each == 1 else runs.number, runs.spans
+        each = 1 if plan.whole_folds else FOLD_RUNS
+        first, workers, parts = runs.place(row_block, kv_head, 0), runs.folds if each == 1 else runs.number, runs.folds
     else:
         share = Partition(plan, at, kv_head, lane).of_row(batch)
         first, each = share.first, 1

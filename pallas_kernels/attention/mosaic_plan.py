@@ -27,10 +27,10 @@ ROWS = 8  # query rows of a tile
 REGISTERS, THREAD_REGISTERS = 65536, 255
 # With fixed runs (`mosaic_runs`): those of a row for each multiprocessor that a KV head has, over codes, for 1 or 3 teams of a
 # multiprocessor to share them evenly, and over a full-precision cache, for 4; the minimum of units of a run, as a partial result of many
-# query tokens may take as long as a unit; and the runs of a span.
-RUNS, FULL_RUNS, MIN_UNITS, SPAN = 3, 4, 2, 4
+# query tokens may take as long as a unit; and the runs of a fold.
+RUNS, FULL_RUNS, MIN_UNITS, FOLD_RUNS = 3, 4, 2, 4
 FULL_SLICES = 2  # of a full-precision cache (`Plan.slices`), so chunks of 32 tokens: faster on an H200 than 64 (docs/exact.md)
-SPANS_EACH = 2  # for each team that is resident at once, where teams have whole spans: with fewer some would have twice as much to do
+FOLDS_EACH = 2  # for each team that is resident at once, where teams have whole folds: with fewer some would have twice as much to do
 SPILLED = 16  # registers of a thread that may be in memory at times, where others compute meanwhile, and once a run
 
 
@@ -76,7 +76,7 @@ class Plan:
         appends: whether queries, keys and values come as they were projected, for the kernel to rotate and to append.
         paged: whether the rows' groups lie in pages of a pool.
         totals: whether the sum of exponentials of each query row is found too, and values are in float32, to be combined with others.
-        fixed_runs: whether a query row is added up in an order that depends on its row's length alone (`mosaic_runs`).
+        fixed_runs: whether a query row is added up in the order of `dispatch.fixed_order` (`mosaic_runs`).
     """
 
     batch: int
@@ -272,14 +272,14 @@ class Plan:
     @property
     def max_partials(self) -> int:
         """Partial results that a row has room for, with fixed runs."""
-        return math.ceil(self.max_runs / SPAN) if self.whole_spans else self.max_runs
+        return math.ceil(self.max_runs / FOLD_RUNS) if self.whole_folds else self.max_runs
 
     @property
-    def whole_spans(self) -> bool:
-        """Whether teams have whole spans of fixed runs: where there are enough, and registers for what a run is folded into."""
+    def whole_folds(self) -> bool:
+        """Whether teams have whole folds of fixed runs: where there are enough, and registers for what a run is folded into."""
         resident = multiprocessors() * self.config.blocks // self.heads * self.teams
         folded = self.block_tiles * self.head_dim // (4 * self.config.team)
-        enough = self.batch * math.ceil(self.max_runs / SPAN) >= SPANS_EACH * max(1, resident)
+        enough = self.batch * math.ceil(self.max_runs / FOLD_RUNS) >= FOLDS_EACH * max(1, resident)
         return enough and self.registers_needed + folded <= self.registers + SPILLED
 
     @property

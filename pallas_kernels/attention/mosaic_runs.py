@@ -1,18 +1,18 @@
-"""Runs, for bits that depend on a row's length alone: the parts of a row of the batch that have a partial result each.
+"""Runs, for the bits of `dispatch.fixed_order`: the parts of a row of the batch that have a partial result each.
 
 What a KV head may read of a row is a line of units: its groups, then the chunks of a full buffer; or the chunks of a full-precision cache
 up to the multiple of `PASS_SPAN` tokens that comes next. Runs are equal parts of that line; their number depends on its length. Neither
 depends on the number of query tokens or rows, nor on which team reads a run.
 
-SPAN runs are a span: their partial results are folded, one after the other, into the span's. Where there is work enough for teams that have
-whole spans, a team folds as it goes on, and writes one partial result for each span; otherwise the merge folds, by the same operations. It
-adds the spans' results in their order. A run that a query sees nothing of adds zeros.
+FOLD_RUNS runs are a fold: their partial results are folded, one after the other, into the fold's. Where there is work enough for teams
+that have whole folds, a team folds as it goes on, and writes one partial result for each fold; otherwise the merge folds, by the same
+operations. It adds the folds' results in their order. A run that a query sees nothing of adds zeros.
 """
 
 import dataclasses
 
 from pallas_kernels.attention.mosaic_partition import buffered_tokens, groups_to_read
-from pallas_kernels.attention.mosaic_plan import MIN_UNITS, SPAN, Plan
+from pallas_kernels.attention.mosaic_plan import FOLD_RUNS, MIN_UNITS, Plan
 from pallas_kernels.attention.support import PASS_SPAN
 from pallas_kernels.gpu import numerics, ptx
 
@@ -82,29 +82,29 @@ class Runs:
         return (unit * self.number + (self._units - 1)) // self._units
 
     @property
-    def spans(self):
-        """The number of spans."""
-        return (self.number + (SPAN - 1)) // SPAN
+    def folds(self):
+        """The number of folds."""
+        return (self.number + (FOLD_RUNS - 1)) // FOLD_RUNS
 
     def dealt(self, number, among):
         """The first run of a team, by its number among those of the row; for the one after the last the number of runs."""
-        if not self.plan.whole_spans:
+        if not self.plan.whole_folds:
             return number * self.number // among
-        return ptx.minimum(number * self.spans // among * SPAN, self.number)
+        return ptx.minimum(number * self.folds // among * FOLD_RUNS, self.number)
 
     def folded_into(self, before: dict, partial: dict, run) -> dict:
-        """The partial result of a run's span up to this run. before: up to the run before it. Both are by query, as `folded` takes them."""
-        begins = run % SPAN == 0
+        """The partial result of a run's fold up to this run. before: up to the run before it. Both are by query, as `folded` takes them."""
+        begins = run % FOLD_RUNS == 0
         return {query: [ptx.select(begins, own, x) for own, x in zip(new, folded(before[query], new))] for query, new in partial.items()}
 
-    def ends_span(self, run):
-        """Whether a run is the last of its span."""
-        return (run % SPAN == SPAN - 1) | (run == self.number - 1)
+    def ends_fold(self, run):
+        """Whether a run is the last of its fold."""
+        return (run % FOLD_RUNS == FOLD_RUNS - 1) | (run == self.number - 1)
 
     def place(self, row_block, kv_head, run):
         """The place of a run's partial result among those of all blocks of rows, KV heads and rows of the batch."""
         row = (kv_head * self.plan.blocks_of_rows + row_block) * self.plan.batch + self.batch
-        return row * self.plan.max_partials + (run // SPAN if self.plan.whole_spans else run)
+        return row * self.plan.max_partials + (run // FOLD_RUNS if self.plan.whole_folds else run)
 
 
 def folded(old: list, new: list) -> list:

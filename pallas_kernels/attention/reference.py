@@ -198,7 +198,8 @@ def _groups(
 
         visible = jnp.repeat(visible, G, axis=-1)[:, :, None]
         if chosen is not None:
-            visible &= lax.dynamic_slice_in_dim(chosen, start * G, chunk * G, axis=3)
+            token = start * G + jnp.arange(chunk * G)
+            visible &= jnp.take(chosen, token, axis=3, mode="clip")  # in a fixed order the last chunk extends beyond the end
         return merge(k), merge(v), visible
 
     return load, groups * G, chunk * G, count.max() * G

@@ -60,6 +60,11 @@ class Int8Weight:
         return self.codes.nbytes + self.scale.nbytes
 
 
+LOWER_MIDDLE = 8  # the lower code that adds nothing
+# Steps of a nested weight's lower plane in one of its upper plane: where upper codes are the nearest, and where they may be others.
+NEAREST_STEPS, FAR_STEPS = 16, 8
+
+
 @pytree("steps")
 class NestedWeight:
     """A weight [out, in] in 8 bits, whose upper 4 are an INT4 weight of their own.
@@ -71,12 +76,18 @@ class NestedWeight:
     Attributes:
         upper: codes with scales and zeros of a floating dtype.
         lower: codes that lie as those of `upper` do.
-        steps: of the lower plane in a step of the upper one, 16 or 8.
+        steps: of the lower plane in a step of the upper one, `NEAREST_STEPS` or `FAR_STEPS`.
     """
 
     upper: Int4Weight
     lower: UInt8[Array, "out C half"]
-    steps: int = 16
+    steps: int = NEAREST_STEPS
+
+    @property
+    def max_error(self) -> float:
+        """By how much both planes may miss a weight, in steps of the upper plane, apart from rounding."""
+        # Codes that make up for the errors of other inputs are not the nearest: theirs is what the lower plane can reach.
+        return 1 / (2 * self.steps) if self.steps == NEAREST_STEPS else 1.0
 
     @property
     def in_features(self) -> int:
@@ -91,15 +102,18 @@ class NestedWeight:
         return self.upper.nbytes + self.lower.nbytes
 
 
-LOWER_MIDDLE = 8  # the lower code that adds nothing
-
 Weight: TypeAlias = Array | Int4Weight | NestedWeight | Int8Weight
 """A linear layer's weight [out, in] in any format: a plain array is full precision."""
 
 
+def upper_plane(weight: Int4Weight | NestedWeight) -> Int4Weight:
+    """A nested weight's upper plane, and an INT4 weight itself."""
+    return weight.upper if isinstance(weight, NestedWeight) else weight
+
+
 def dequantize_weight(weight: Int4Weight | NestedWeight, dtype) -> Float[Array, "out in"]:
     """The weight in `dtype`, without the padding."""
-    upper = weight.upper if isinstance(weight, NestedWeight) else weight
+    upper = upper_plane(weight)
     codes = unpack(upper.codes).astype(dtype)
     if isinstance(weight, NestedWeight):
         codes = codes + (unpack(weight.lower).astype(dtype) - LOWER_MIDDLE) / weight.steps

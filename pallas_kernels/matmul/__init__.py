@@ -65,41 +65,36 @@ def gated_linear(
     return jax.nn.silu(gate) * up
 
 
-def int4_matmul(
-    x: Float[Array, "*rows in"], weights: Sequence[Int4Weight], *, implementation: Implementation = "auto"
+def coded_matmul(
+    x: Float[Array, "*rows in"], weights: Sequence[Int4Weight] | Sequence[NestedWeight], *, implementation: Implementation = "auto"
 ) -> Float[Array, "*rows out"]:
-    """x @ weight.T for each weight, one after the other in the last axis, accumulated in at least float32, in x's dtype.
+    """x @ weight.T for each weight in INT4, or with both planes of each nested one, one after the other in the last axis, accumulated in at
+    least float32, in x's dtype.
 
     One launch computes all of them, where a kernel runs.
     Raises NotImplementedError where the implementation asked for does not support the device or the shapes.
     """
+    weight_format = _format_of_codes(weights)
 
-    return _of_codes(x, weights, "int4", implementation)
-
-
-def nested_matmul(
-    x: Float[Array, "*rows in"], weights: Sequence[NestedWeight], *, implementation: Implementation = "auto"
-) -> Float[Array, "*rows out"]:
-    """`int4_matmul` with both planes of nested weights."""
-    return _of_codes(x, weights, "nested", implementation)
-
-
-def _of_codes(x: Array, weights: Sequence[Int4Weight | NestedWeight], weight_format: str, implementation: Implementation) -> Array:
     def multiplied(x: Array) -> Array:
         # For many rows, as in prefill, XLA is not slow.
         few, rows = _rows(x) <= INT4_ROWS, _rows(x)
         module = choose("matmul", implementation, x, weights, weight_format=weight_format, rows=rows, slow_reference=few)
-        return (module.int4_matmul if weight_format == "int4" else module.nested_matmul)(x, weights)
+        return module.coded_matmul(x, weights)
 
     return _by_rows(multiplied, x, weight_format)
 
 
 def unsupported(x: Array, weights: Sequence[Int4Weight | NestedWeight], implementation: str) -> str | None:
-    """Why an implementation of `int4_matmul`, or `nested_matmul`, cannot run on these arguments, or their shapes, here; None if it can."""
-    weight_format = "nested" if isinstance(weights[0], NestedWeight) else "int4"
+    """Why an implementation of `coded_matmul` cannot run on these arguments, or their shapes, here; None if it can."""
+    weight_format = _format_of_codes(weights)
     if implementation not in ("reference", *dispatch.implementations("matmul", weight_format)):
         return f"does not multiply by weights in {weight_format}"
     return dispatch.unsupported("matmul", implementation, x, weights, weight_format=weight_format, rows=_rows(x))
+
+
+def _format_of_codes(weights: Sequence[Int4Weight | NestedWeight]) -> str:
+    return "nested" if isinstance(weights[0], NestedWeight) else "int4"
 
 
 def _multiply(x: Array, weights: Sequence[Weight], dtype) -> Array:
@@ -108,10 +103,8 @@ def _multiply(x: Array, weights: Sequence[Weight], dtype) -> Array:
     def every(kind):
         return all(isinstance(weight, kind) for weight in weights)
 
-    if every(Int4Weight) and alike(weights):
-        return int4_matmul(x, weights).astype(dtype)
-    if every(NestedWeight):
-        return nested_matmul(x, weights).astype(dtype)
+    if (every(Int4Weight) or every(NestedWeight)) and alike(weights):
+        return coded_matmul(x, weights).astype(dtype)
     if every(Int8Weight) or _plain(*weights):
         weight_format = "int8" if every(Int8Weight) else "plain"
         return _by_rows(lambda x: _skinny(x, weights, dtype, weight_format).skinny_matmul(x, weights, dtype=dtype), x, weight_format)

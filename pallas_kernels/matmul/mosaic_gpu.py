@@ -33,7 +33,7 @@ def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:
     return None
 
 
-def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight]) -> Float[Array, "*rows out"]:
+def coded_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight]) -> Float[Array, "*rows out"]:
     rows = x.reshape(-1, x.shape[-1])
     outputs = tuple(weight.shape[0] for weight in weights)
     y = run(plan_for(rows.shape[0], x.shape[-1] // GROUP_SIZE, outputs, support.parameters_of(weights[0])), rows, weights)

@@ -20,39 +20,25 @@ from pallas_kernels.matmul.support import GROUP_SIZE
 
 
 def unsupported(x: Array, weights: Sequence[Int4Weight | NestedWeight]) -> str | None:
-    uppers = [_upper(weight) for weight in weights]
-    if reason := no_mosaic_gpu() or support.unsupported_by_mosaic(x, uppers, MAX_ROWS):
+    if reason := no_mosaic_gpu() or support.unsupported_by_mosaic(x, weights, MAX_ROWS):
         return reason
-    if len(steps := {_steps(weight) for weight in weights}) > 1:
-        return f"needs weights of one format, not of {sorted(steps)} steps"
-    if isinstance(weights[0], NestedWeight) and (kind := support.parameters_of(uppers[0]))[:2] != ("bfloat16", "bfloat16"):
+    kind = support.parameters_of(weights[0])
+    if kind.lower_steps is not None and (kind.scale, kind.zero) != ("bfloat16", "bfloat16"):
         return f"needs scales and zeros of nested weights in bfloat16, not {kind.scale} and {kind.zero}"
     if (groups := x.shape[-1] // GROUP_SIZE) % STEP_GROUPS:
         return f"supports inputs in an even number of groups of {GROUP_SIZE}, not {groups}"
     return None
 
 
-def int4_matmul(
+def coded_matmul(
     x: Float[Array, "*rows in"], weights: Sequence[Int4Weight | NestedWeight], *, config: Config | None = None
 ) -> Float[Array, "*rows out"]:
-    """See `pallas_kernels.matmul.int4_matmul`; of nested weights both planes. config: how the work is divided, by default as `Plan.fitting`
-    has it."""
+    """See `pallas_kernels.matmul.coded_matmul`. config: how the work is divided, by default as `Plan.fitting` has it."""
     rows = x.reshape(-1, x.shape[-1])
     shape = rows.shape[0], x.shape[-1] // GROUP_SIZE, tuple(weight.shape[0] for weight in weights), multiprocessors()
-    kind = support.parameters_of(_upper(weights[0])), _steps(weights[0])
-    plan = Plan.fitting(*shape, *kind) if config is None else Plan(*shape, config, *kind)
+    kind = support.parameters_of(weights[0])
+    plan = Plan.fitting(*shape, kind) if config is None else Plan(*shape, config, kind)
     return run(plan, rows, tuple(weights)).reshape(*x.shape[:-1], -1)
-
-
-nested_matmul = int4_matmul
-
-
-def _steps(weight: Int4Weight | NestedWeight) -> int | None:
-    return weight.steps if isinstance(weight, NestedWeight) else None
-
-
-def _upper(weight: Int4Weight | NestedWeight) -> Int4Weight:
-    return weight.upper if isinstance(weight, NestedWeight) else weight
 
 
 @lowered_once
@@ -61,9 +47,7 @@ def run(plan: Plan, x: Float[Array, "M in"], weights: Sequence[Int4Weight | Nest
     from pallas_kernels.matmul import mosaic_wide_block
 
     emit = functools.partial(mosaic_wide_block.emit_block, plan)
-    inputs = {"x": x} | support.weight_inputs([_upper(weight) for weight in weights])
-    if plan.planes == 2:
-        inputs |= {f"lower0_{i}": weight.lower for i, weight in enumerate(weights)}
+    inputs = {"x": x} | support.weight_inputs(weights)
     outputs = {"y": jax.ShapeDtypeStruct((plan.rows, plan.width), x.dtype)}
     cluster = plan.config.cluster
     return launch(

@@ -307,7 +307,7 @@ class Unpacked:
         kind, zeros, _ = plan.parameters
         self.scale = None
         if zeros == "bfloat16":
-            steps = self.steps = plan.nested_steps
+            steps = self.steps = plan.parameters.lower_steps
             self.factors = numerics.nibble_factors(scale, zero) if steps is None else numerics.nested_factors(scale, zero, steps)
             return
         entries = numerics.f16_entries if kind == "float16" else numerics.bf16_entries

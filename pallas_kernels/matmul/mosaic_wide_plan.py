@@ -49,7 +49,6 @@ class Plan:
         multiprocessors: of the device.
         config: how the work is divided.
         parameters: of the weights.
-        nested_steps: where they are nested, the steps of their lower plane; None: they have one plane.
     """
 
     rows: int
@@ -58,7 +57,6 @@ class Plan:
     multiprocessors: int
     config: Config
     parameters: Parameters = DEFAULT_PARAMETERS
-    nested_steps: int | None = None
 
     @classmethod
     def fitting(
@@ -68,7 +66,6 @@ class Plan:
         outputs: tuple[int, ...],
         multiprocessors: int,
         parameters: Parameters = DEFAULT_PARAMETERS,
-        nested_steps: int | None = None,
     ) -> "Plan":
         """The plan whose busiest multiprocessor copies the least.
 
@@ -76,7 +73,7 @@ class Plan:
         """
         sizes = range(1, MAX_CLUSTER + 1)
         shapes = [Config(n, size) for n in (4, 3, 2, 1) for size in sizes]
-        plans = [cls(MAX_ROWS, groups, outputs, multiprocessors, config, parameters, nested_steps) for config in shapes]
+        plans = [cls(MAX_ROWS, groups, outputs, multiprocessors, config, parameters) for config in shapes]
         plans = [plan for plan in plans if plan.fits]
         return dataclasses.replace(min(plans, key=lambda plan: plan.cost), rows=rows)
 
@@ -152,7 +149,7 @@ class Plan:
     @property
     def planes(self) -> int:
         """How many planes of codes a weight has: two if it is nested."""
-        return 1 if self.nested_steps is None else 2
+        return 1 if self.parameters.lower_steps is None else 2
 
     @property
     def plane_bytes(self) -> int:

@@ -13,7 +13,7 @@ from pallas_kernels.formats.weights import Int4Weight, Int8Weight, NestedWeight,
 from pallas_kernels.matmul.support import INT4_ROWS
 
 
-def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight | NestedWeight]) -> Float[Array, "*rows out"]:
+def coded_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight | NestedWeight]) -> Float[Array, "*rows out"]:
     wide = accumulation_dtype(x.dtype)
     # Or XLA dequantizes once, before the decode loop, and keeps every weight in full precision through it.
     x, weights = lax.optimization_barrier((x, tuple(weights)))
@@ -25,9 +25,6 @@ def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight | Nest
         return jnp.matmul(x.astype(wide), dequantize_weight(weight, wide).T, precision=lax.Precision.HIGHEST)
 
     return jnp.concatenate([product(weight).astype(x.dtype) for weight in weights], axis=-1)
-
-
-nested_matmul = int4_matmul
 
 
 def skinny_matmul(x: Float[Array, "*rows in"], weights: Sequence[Array | Int8Weight], *, dtype) -> Float[Array, "*rows out"]:

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from pallas_kernels.formats.weights import Int4Weight, Int8Weight
+from pallas_kernels.formats.weights import Int4Weight, Int8Weight, NestedWeight, upper_plane
 
 GROUP_SIZE = 128
 GROUP_SIZES = (128, 64, 32)  # of weights that some kernel multiplies
@@ -21,11 +21,15 @@ DTYPES = (("bfloat16", "bfloat16"), ("bfloat16", "int16"), ("float16", "int16"))
 
 
 class Parameters(NamedTuple):
-    """What scales and zeros a weight has: their dtypes, and how many inputs share them."""
+    """What scales and zeros a weight has, their dtypes and how many inputs share them, and which planes.
+
+    lower_steps: `NestedWeight.steps`; None: there is no lower plane.
+    """
 
     scale: str = "bfloat16"
     zero: str = "bfloat16"
     group_size: int = GROUP_SIZE
+    lower_steps: int | None = None
 
     @property
     def subgroups(self) -> int:
@@ -37,7 +41,7 @@ DEFAULT_PARAMETERS = Parameters()
 
 
 def unsupported(
-    x: Array, weights: Sequence[Int4Weight], max_rows: int = MAX_ROWS, group_sizes: tuple[int, ...] = (GROUP_SIZE,)
+    x: Array, weights: Sequence[Int4Weight | NestedWeight], max_rows: int = MAX_ROWS, group_sizes: tuple[int, ...] = (GROUP_SIZE,)
 ) -> str | None:
     """Why no kernel for up to `max_rows` rows and groups of these sizes runs on these arguments, or None."""
     if x.dtype != jnp.bfloat16:
@@ -45,14 +49,14 @@ def unsupported(
     if (kind := parameters_of(weights[0]))[:2] not in DTYPES:
         return f"needs scales in bfloat16, or in bfloat16 or float16 with zero points in int16, not {kind.scale} with zeros in {kind.zero}"
     if not alike(weights):
-        return "needs weights whose groups have one size, and whose scales and zeros have the same dtypes"
+        return "needs weights whose groups have one size, whose scales and zeros have the same dtypes, and whose planes are alike"
     rows = math.prod(x.shape[:-1])
     if not 1 <= rows <= max_rows:
         return f"supports up to {max_rows} rows, not {rows}"
     if others := {weight.in_features for weight in weights} - {x.shape[-1]}:
         return f"needs weights of {x.shape[-1]} inputs, the number of activations, not {', '.join(map(str, sorted(others)))}"
     for weight in weights:
-        out, groups, half = weight.codes.shape
+        out, groups, half = upper_plane(weight).codes.shape
         if 2 * half not in group_sizes or 2 * half * groups != weight.in_features:
             sizes = " or ".join(map(str, group_sizes))
             return f"supports inputs in whole groups of {sizes}, not {weight.in_features} in groups of {2 * half}"
@@ -61,17 +65,18 @@ def unsupported(
     return None
 
 
-def parameters_of(weight: Int4Weight) -> Parameters:
-    """What scales and zeros a weight has."""
-    return Parameters(weight.scale.dtype.name, weight.zero.dtype.name, 2 * weight.codes.shape[2])
+def parameters_of(weight: Int4Weight | NestedWeight) -> Parameters:
+    """The parameters of a weight."""
+    upper, lower_steps = upper_plane(weight), weight.steps if isinstance(weight, NestedWeight) else None
+    return Parameters(upper.scale.dtype.name, upper.zero.dtype.name, 2 * upper.codes.shape[2], lower_steps)
 
 
-def alike(weights: Sequence[Int4Weight]) -> bool:
-    """Whether one launch can have these weights: their groups have one size, and their scales and zeros the same dtypes."""
+def alike(weights: Sequence[Int4Weight | NestedWeight]) -> bool:
+    """Whether one launch can have these weights: their parameters are the same."""
     return len({parameters_of(weight) for weight in weights}) <= 1
 
 
-def unsupported_by_mosaic(x: Array, weights: Sequence[Int4Weight], max_rows: int = MAX_ROWS) -> str | None:
+def unsupported_by_mosaic(x: Array, weights: Sequence[Int4Weight | NestedWeight], max_rows: int = MAX_ROWS) -> str | None:
     """Why no kernel in Pallas Mosaic GPU for up to `max_rows` rows runs on these arguments, or None."""
     if reason := unsupported(x, weights, max_rows, GROUP_SIZES):
         return reason
@@ -80,9 +85,14 @@ def unsupported_by_mosaic(x: Array, weights: Sequence[Int4Weight], max_rows: int
     return None
 
 
-def weight_inputs(weights: Sequence[Int4Weight], stage: int = 0) -> dict[str, Array]:
-    """The arrays of weights as a launch's inputs: "codes0_1" are the codes of weight 1 of stage 0."""
-    return {f"{name}{stage}_{i}": getattr(weight, name) for i, weight in enumerate(weights) for name in ("codes", "scale", "zero")}
+def weight_inputs(weights: Sequence[Int4Weight | NestedWeight], stage: int = 0) -> dict[str, Array]:
+    """The arrays of weights as a launch's inputs: "codes0_1" are the codes of weight 1 of stage 0, "lower0_1" those of its lower plane."""
+    found = {}
+    for i, weight in enumerate(weights):
+        found |= {f"{name}{stage}_{i}": getattr(upper_plane(weight), name) for name in ("codes", "scale", "zero")}
+        if isinstance(weight, NestedWeight):
+            found[f"lower{stage}_{i}"] = weight.lower
+    return found
 
 
 def unsupported_skinny(

@@ -44,7 +44,7 @@ def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:
     return support.unsupported(x, weights, group_sizes=GROUP_SIZES)
 
 
-def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight], *, config: Config | None = None) -> Float[Array, "*rows out"]:
+def coded_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight], *, config: Config | None = None) -> Float[Array, "*rows out"]:
     import jax_triton
 
     from pallas_kernels.matmul import triton_kernel

@@ -103,19 +103,20 @@ class KernelReport(Run):
 Kind = TypeVar("Kind", bound=KernelReport)
 
 
-def select_shapes(names: Sequence[str], large: Sequence, tiny: Sequence, *, listing: str | None = None) -> list:
+def select_shapes(names: Sequence[str], large: Sequence, tiny: Sequence, *, more: Sequence = (), listing: str | None = None) -> list:
     """The shapes that were asked for, in their order; without names the large ones.
 
     Args:
         names: of shapes, or the beginnings of the names of several.
         large: shapes that need a GPU.
         tiny: shapes for any machine.
+        more: shapes that need a GPU, and are measured by name alone.
         listing: how an error lists the names that there are; None: all of them.
 
     Raises:
         InputError: for a name that begins no shape's name, and for large shapes without a GPU.
     """
-    known = {shape.name: shape for shape in (*large, *tiny)}
+    known = {shape.name: shape for shape in (*large, *more, *tiny)}
     chosen = set()
     for name in names:
         found = [name] if name in known else [other for other in known if other.startswith(name)]

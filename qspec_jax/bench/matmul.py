@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, matmul
 from pallas_kernels.formats.weights import Int4Weight, NestedWeight, dequantize_weight
-from pallas_kernels.matmul import int4_matmul, nested_matmul
+from pallas_kernels.matmul import coded_matmul
 from qspec_jax import plots
 from qspec_jax.bench import kernels
 from qspec_jax.bench.kernels import Figures, KernelReport, KernelRow
@@ -83,7 +83,9 @@ LAYERS = (
 )
 LARGE = tuple(MatmulShape(model, layer, rows, inputs, outputs) for model, layer, inputs, outputs in LAYERS for rows in ROWS)
 NESTED_ROWS = (1, 8, 16, 64)
-NESTED = tuple(MatmulShape(*names, rows, *sizes, 2) for *names, sizes in ((m, n, (i, o)) for m, n, i, o in LAYERS) for rows in NESTED_ROWS)
+NESTED = tuple(
+    MatmulShape(model, layer, rows, inputs, outputs, planes=2) for model, layer, inputs, outputs in LAYERS for rows in NESTED_ROWS
+)
 # Small enough for a CPU to take a second.
 TINY = (
     MatmulShape("tiny", "qkv", 1, 256, (64, 32, 32)),
@@ -180,7 +182,7 @@ def select_shapes(names: Sequence[str]) -> list[MatmulShape]:
     several = ", ".join(f"-M{m}" for m in ROWS)
     nested = ", ".join(f"-M{m}-nested" for m in NESTED_ROWS)
     listing = f"{layers} (each with {several}, {nested}), {', '.join(shape.name for shape in TINY)}"
-    return kernels.select_shapes(names, LARGE, (*NESTED, *TINY), listing=listing)
+    return kernels.select_shapes(names, LARGE, TINY, more=NESTED, listing=listing)
 
 
 def select_implementations(names: Sequence[str]) -> list[str]:
@@ -221,10 +223,9 @@ def unsupported(shape: MatmulShape, implementation: str) -> str | None:
 def _ours(shape: MatmulShape, implementation: str, repeats: int) -> Figures:
     if reason := unsupported(shape, implementation):
         raise Unavailable(reason)
-    product = nested_matmul if shape.planes == 2 else int4_matmul
-    multiply = functools.partial(product, implementation=implementation)
+    multiply = functools.partial(coded_matmul, implementation=implementation)
     x, weights = random_problem(shape, 0)
-    reference = jax.jit(functools.partial(product, implementation="reference"))
+    reference = jax.jit(functools.partial(coded_matmul, implementation="reference"))
     error = kernels.relative_error(jax.jit(multiply)(x, weights), reference(x.astype(jnp.float32), weights))
     inputs = [random_problem(shape, seed)[1:] for seed in range(input_count(shape.coded_bytes))]
     return Figures(time_calls(multiply, x, inputs, repeats=repeats), error)

@@ -5,6 +5,7 @@ quantization group, in kivi and specache `residual` tokens, which may be several
 `recent` tokens. A row of n cached tokens has `quantized_length(n)` of them quantized, which depends on n alone, and the others, fewer than
 2G, in the buffer. A round uses at most 2G - 1 - buffered drafts: with the pending token they fill the buffer to 2G tokens at most, where
 one-by-one decoding would flush. With more, the target would read other codes than one-by-one decoding does, and its output would differ.
+A full cache quantizes nothing, but its rounds end at multiples of a span of tokens: attention with fixed bits divides a row by these.
 See QuantSpec (arXiv 2502.10424), section 4.3 and algorithm 1.
 """
 
@@ -19,8 +20,7 @@ from pallas_kernels.formats.kv_cache import Lengths
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """
-    Which tokens of a row are quantized when, and how far a round verifies.
+    """Which tokens of a row are quantized when, and how far a round verifies. Raises ValueError for both a flush size and a span.
 
     Attributes:
         flush_size: how many tokens of a row a flush quantizes at once, G; None: nothing is ever quantized.
@@ -29,6 +29,10 @@ class Schedule:
 
     flush_size: int | None
     span: int | None = None
+
+    def __post_init__(self):
+        if self.flush_size is not None and self.span is not None:
+            raise ValueError(f"a schedule has a flush size or a span, not both {self.flush_size} and {self.span}")
 
     def quantized_length(self, n: Array | int) -> Array | int:
         """How many of n cached tokens are quantized: a multiple of G; the last G to 2G - 1 stay unquantized, or all of fewer than 2G. A
@@ -81,7 +85,8 @@ class Schedule:
 
     def max_drafts(self, gamma: int) -> int:
         """The maximum number of drafts, of gamma asked for, that a round of any row may use."""
-        return gamma if self.flush_size is None else min(gamma, 2 * self.flush_size - 1)
+        room = self.span if self.flush_size is None else 2 * self.flush_size
+        return gamma if room is None else min(gamma, room - 1)
 
 
 def eligible_drafts(gamma: Int[Array, "B"], draft_room: Int[Array, "B"], wanted: Int[Array, "B"]) -> Int[Array, "B"]:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from pallas_kernels.formats.weights import Int4Weight, NestedWeight
+from pallas_kernels.formats.weights import FAR_STEPS, NEAREST_STEPS, Int4Weight, NestedWeight, upper_plane
 from qspec_jax.errors import InputError, listed, reading, with_type
 from qspec_jax.files import UNFINISHED, read_json
 from qspec_jax.models.placement import Placement
@@ -28,7 +28,7 @@ MANIFEST = "qspec.json"
 FORMAT = 3
 TARGET, DRAFT = "target", "draft"
 PARTS = {"codes", "scale", "zero"}  # arrays of an INT4 weight
-LOWER = {"lower": 16, "lower8": 8}  # what a nested one has besides, by the steps of its lower plane
+LOWER = {"lower": NEAREST_STEPS, "lower8": FAR_STEPS}  # what a nested one has besides, by the steps of its lower plane
 BATCH_BYTES = 1 << 28  # read or written at once: with fewer, Orbax's own work takes longer
 LOADED_BYTES = 1 << 30  # moved to the device at once
 _STORED = ("uint8", "int16", "float16", "bfloat16", "float32")  # dtypes of arrays of packed weights
@@ -270,7 +270,7 @@ def batches(entries: Iterable[Entry], size: Callable[[Entry], int], max_size: in
 
 
 def _as_dict(weight):
-    upper = weight.upper if isinstance(weight, NestedWeight) else weight
+    upper = upper_plane(weight)
     if not isinstance(upper, Int4Weight):
         return weight
     found = {"codes": upper.codes, "scale": upper.scale, "zero": upper.zero}
@@ -287,7 +287,7 @@ def _from_dict(found: Mapping[str, Any], padding: int) -> Int4Weight | NestedWei
 
 def _as_weight(found, shape):
     if isinstance(shape, Int4Weight | NestedWeight):
-        return _from_dict(found, (shape.upper if isinstance(shape, NestedWeight) else shape).padding)
+        return _from_dict(found, upper_plane(shape).padding)
     return found
 
 

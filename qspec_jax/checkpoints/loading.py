@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from pallas_kernels.formats.weights import Int4Weight, NestedWeight, dequantize_weight
+from pallas_kernels.formats.weights import FAR_STEPS, Int4Weight, NestedWeight, dequantize_weight
 from pallas_kernels.matmul.support import GROUP_SIZES, unsupported
 from qspec_jax.checkpoints import converted
 from qspec_jax.checkpoints.gguf_file import is_gguf
@@ -30,8 +30,8 @@ from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama, Origin, Weight
 from qspec_jax.models.placement import Placement
 from qspec_jax.progress import progress_bar, working
-from qspec_jax.quantization.calibration import MAX_TEXT_TOKENS, quantize_linears_for
-from qspec_jax.quantization.weights import FAR_STEPS, groups_are_cut, is_linear, nest_weight, quantize_head, quantize_nested
+from qspec_jax.quantization.calibration import MAX_TEXT_TOKENS, MAX_TOKENS, quantize_linears_for
+from qspec_jax.quantization.weights import groups_are_cut, is_linear, nest_weight, quantize_head, quantize_nested
 
 log = logging.getLogger(__name__)
 _LOADED_AS = ("bfloat16", "float32", "float64")
@@ -80,7 +80,10 @@ def load_model(
 
 
 def _calibration_texts(directory: Path, file: str, mesh: Mesh | None) -> list[list[int]]:
-    """The token ids of the text in a file, in pieces. Raises InputError where a model cannot be calibrated on it."""
+    """The token ids of the text in a file, in pieces; of a long one as many, spread over it, as calibration uses whole.
+
+    Raises InputError where a model cannot be calibrated on it.
+    """
     if mesh is not None:
         raise InputError("weights nested: calibration is for a model on one device; convert it so, and load that on several")
     if converted.is_converted(directory) and converted.read_manifest(directory).is_nested:
@@ -88,7 +91,11 @@ def _calibration_texts(directory: Path, file: str, mesh: Mesh | None) -> list[li
     with reading(Path(file), UnicodeDecodeError):
         text = Path(file).read_text(encoding="utf-8")
     tokens = load_tokenizer(directory)(text)["input_ids"]
-    return [tokens[i : i + MAX_TEXT_TOKENS] for i in range(0, len(tokens), MAX_TEXT_TOKENS)]
+    pieces = [tokens[i : i + MAX_TEXT_TOKENS] for i in range(0, len(tokens), MAX_TEXT_TOKENS)]
+    used = min(len(pieces), MAX_TOKENS // MAX_TEXT_TOKENS)
+    if used < len(pieces):
+        log.info("%s: %d of its %d pieces of %d tokens are calibrated on", file, used, len(pieces), MAX_TEXT_TOKENS)
+    return [pieces[i * len(pieces) // used] for i in range(used)]
 
 
 def open_source(checkpoint: str | Path) -> WeightSource:
@@ -264,7 +271,7 @@ def _check_fits(directory: Path, placement: Placement, dtype: jnp.dtype, packed:
     shapes = weight_shapes(placement.config)
     nested = set(filter(is_linear, shapes)) if placement.config.nested_weights else set()
     needed = placement.bytes_on_device({path: shape for path, shape in shapes.items() if path not in packed | nested}, dtype.itemsize)
-    needed += placement.bytes_on_device({path: shapes[path] for path in packed}, 1) // 2
+    needed += placement.bytes_on_device({path: shapes[path] for path in packed - nested}, 1) // 2
     needed += placement.bytes_on_device({path: shapes[path] for path in nested}, 1)
     if room is not None and needed > room:
         share = "" if mesh is None else " a device"

@@ -9,13 +9,13 @@ from jaxtyping import Array, Key
 from pallas_kernels import dispatch
 from qspec_jax.decoding.config import BITS, TOKENS, GenerationConfig
 from qspec_jax.decoding.engine import Engine
-from qspec_jax.decoding.exact_bits import GIVE_TOKENS, check_bits
+from qspec_jax.decoding.exact_bits import check_bits
 from qspec_jax.decoding.limits import Limits
 from qspec_jax.decoding.prepare import Prepared
 from qspec_jax.decoding.sampling import Sampler
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.registry import AUTO
-from qspec_jax.errors import InputError, warn_once
+from qspec_jax.errors import BitsRefused, warn_once
 from qspec_jax.models.llama import Llama
 
 log = logging.getLogger(__name__)
@@ -62,16 +62,19 @@ def exact_of_rows(
     """
     if dispatch.platform() != "gpu":
         return TOKENS
+    if len(prompts) != 1:
+        return _logged(TOKENS, f"since {AUTO} is {BITS} for single prompts alone")
     try:
-        if len(prompts) != 1:
-            raise InputError(f"{AUTO} is {BITS} for single prompts alone")
         config = dataclasses.replace(config, exact=BITS)
         engine = Engine.for_configs(model, draft, [config], prompt_tokens=len(prompts[0]))
         check_bits(model, config, draft, engine.gamma)
         # Whether kernels take the model's shapes is known once rounds are traced.
         engine.rounds_call(engine.prefill_of(prompts, sampler, keys, limits).shapes(), sampler, limits, lazy=True).shapes()
-    except InputError as reason:
-        warn_once(log, f"exact {AUTO}: {TOKENS}, since {str(reason).removesuffix(GIVE_TOKENS)}", logging.INFO)
-        return TOKENS
-    warn_once(log, f"exact {AUTO}: {BITS}, those of one-by-one decoding", logging.INFO)
-    return BITS
+    except BitsRefused as refused:
+        return _logged(TOKENS, f"since exact {BITS} {refused.reason}")
+    return _logged(BITS, "those of one-by-one decoding")
+
+
+def _logged(exact: str, why: str) -> str:
+    warn_once(log, f"exact {AUTO}: {exact}, {why}", logging.INFO)
+    return exact

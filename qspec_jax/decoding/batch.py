@@ -86,7 +86,7 @@ def run_batch(
     if strategy is not make_sampler and not prepared.keyed:
         raise InputError("a strategy of your own draws, so `prepare` should be given a key, such as jax.random.key(0)")
     if strategy is not make_sampler and prepared.exact == BITS:
-        raise InputError(f"exact {BITS} is for greedy decoding, not for a strategy of your own; leave one of them out")
+        raise InputError(f"exact {BITS} is not for a strategy of your own; leave one of them out")
     cache = prepared.configs[0].cache_config
     if devices is not None and len(devices) > 1 and cache.in_host_memory:
         raise InputError(f"cache {prepared.configs[0].cache} has a part in host memory, which several devices would share; decode on one")

@@ -10,7 +10,7 @@ from qspec_jax.caches.registry import CACHES, CacheConfig
 from qspec_jax.decoding import config_values as values
 from qspec_jax.drafts.draft import Draft, DraftSettings, needs_of
 from qspec_jax.drafts.registry import AUTO, DRAFTS, NONE, USUAL, first_gamma_of, is_cascade, parse_draft
-from qspec_jax.errors import InputError
+from qspec_jax.errors import BitsRefused, InputError
 from qspec_jax.models.uniform import WIDTH
 
 log = logging.getLogger(__name__)
@@ -78,9 +78,9 @@ class GenerationConfig:
         group_size: tokens of a KV group, for caches that have groups. None: the cache's default.
         scheme: the quantizer of the int8 cache, "int8_first" or "paper".
         exact: "tokens" are the target's in exact arithmetic: passes of other shapes round differently, so near ties may be broken
-            differently. "bits": greedy tokens are those of one-by-one decoding of the prompt alone to the last one (docs/exact.md says
-            where it is refused, and what it costs). "auto": bits where a single prompt has them at hardly any cost, which is on Hopper GPUs
-            (`qspec_jax.decoding.auto_exact`), and tokens elsewhere.
+            differently. "bits": greedy tokens are those of one-by-one decoding of the prompt alone to the last one, and on a CPU samples
+            those of the same request alone (docs/exact.md says where it is refused, and what it costs). "auto": bits where a single
+            prompt has them at hardly any cost, which is on Hopper GPUs (`qspec_jax.decoding.auto_exact`), and tokens elsewhere.
     """
 
     max_new_tokens: int = 256
@@ -129,7 +129,7 @@ class GenerationConfig:
         check(self.exact in EXACT, f"exact {self.exact!r:.60} should be one of {', '.join(EXACT)}")
         self._check_compatible(check)
         if self.exact == BITS:
-            self._check_bits(check)
+            self._check_bits()
         check(self.max_new_tokens >= 1, f"max_new_tokens {self.max_new_tokens} should be at least 1")
         check(self.num_return_sequences >= 1, f"num_return_sequences {self.num_return_sequences} should be at least 1")
         gamma = self.num_speculative_tokens
@@ -153,17 +153,15 @@ class GenerationConfig:
         confidence = self.min_draft_confidence
         check(0 <= confidence <= 1, f"min_draft_confidence {confidence} should be in [0, 1]")
 
-    def _check_bits(self, check: Callable[[bool, str], None]) -> None:
-        """What settings alone say of exact "bits"; `exact_bits.check_bits` has the rest."""
-        name, gamma = self.cache_config.name, self.num_speculative_tokens
-        check(name in CACHES_WITH_BITS, f"exact {BITS} is for the caches {' and '.join(CACHES_WITH_BITS)}, and cache is {name}")
-        check(self.temperature == 0, f"exact {BITS} is for greedy decoding, and temperature is {self.temperature:g}")
-        samples = self.num_return_sequences
-        check(samples <= 1, f"exact {BITS} is for one sample of each prompt, and num_return_sequences (samples) is {samples}")
-        check(
-            not self.speculative or gamma is None or gamma <= MAX_DRAFTS_WITH_BITS,
-            f"exact {BITS} is for at most {MAX_DRAFTS_WITH_BITS} drafts in a round, and num_speculative_tokens (gamma) is {gamma}",
-        )
+    def _check_bits(self) -> None:
+        """What settings alone say of exact "bits"; `exact_bits.check_bits` has the rest. Raises BitsRefused."""
+        name, gamma, samples = self.cache_config.name, self.num_speculative_tokens, self.num_return_sequences
+        if name not in CACHES_WITH_BITS:
+            raise BitsRefused(f"is for the caches {' and '.join(CACHES_WITH_BITS)}, and cache is {name}")
+        if samples > 1:
+            raise BitsRefused(f"is for one sample of each prompt, and num_return_sequences (samples) is {samples}")
+        if self.speculative and gamma is not None and gamma > MAX_DRAFTS_WITH_BITS:
+            raise BitsRefused(f"is for at most {MAX_DRAFTS_WITH_BITS} drafts in a round, and num_speculative_tokens (gamma) is {gamma}")
 
     def _check_compatible(self, check: Callable[[bool, str], None]) -> None:
         """The cache takes drafts, and gives the draft what it needs."""

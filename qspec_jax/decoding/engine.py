@@ -26,7 +26,7 @@ from qspec_jax.decoding.host_residence import none_resident, settled
 from qspec_jax.decoding.limits import Limits
 from qspec_jax.decoding.prefill import START, CacheChoice, Prefill, Reading, Sizes, kinds_of
 from qspec_jax.decoding.prefill_by_row import PrefillByRow
-from qspec_jax.decoding.programs import DECODE, FORK, REPEAT, REPLACE, WINDOW
+from qspec_jax.decoding.programs import DECODE, DECODE_BY_ROW, FORK, REPEAT, REPLACE, WINDOW
 from qspec_jax.decoding.sampling import Sampler
 from qspec_jax.decoding.state import UNLIMITED, Counts, DecodeState, Logprobs
 from qspec_jax.drafts.draft import Draft, check_made_for
@@ -75,6 +75,8 @@ class Engine:
         view: the part of its cache that the target reads; all of it, except for measurements.
         same_bits: whether a row is to have the same bits whatever else is decoded with it: on a GPU see `qspec_jax.models.fixed_order` and
             `prefill_by_row`, elsewhere `qspec_jax.models.uniform`.
+        samples: whether rows with the same bits sample, so that their drafts and random draws are to have the same bits too; on a CPU,
+            see `rounds_by_row`.
         on_compile: called with None when programs have to be made, and with the seconds that this took afterwards: 0 if another engine had
             made them.
 
@@ -95,6 +97,7 @@ class Engine:
         appended: int = 0,
         view: View = BOTH_PLANES,
         same_bits: bool = False,
+        samples: bool = False,
         on_compile: Callable[[float | None], None] = lambda seconds: None,
     ):
         cache.check_division(model)
@@ -104,6 +107,7 @@ class Engine:
             draft, gamma = NextTokenGuess(ViewedModel(model, view)), 1
         self._fixed_order = same_bits and dispatch.platform() == "gpu"
         uniform = same_bits and not self._fixed_order
+        self._by_row = uniform and samples
         self.target = (UniformModel if uniform else FixedOrderModel if same_bits else ViewedModel)(model, view)
         self.draft = draft if gamma else None
         if self.draft is not None:
@@ -141,6 +145,7 @@ class Engine:
             prompt_tokens=prompt_tokens,
             max_new_tokens=longest.max_new_tokens,
             same_bits=longest.exact == BITS,
+            samples=any(config.temperature > 0 for config in configs),
             logprobs=min(rounded_up(max(alternatives)), model.config.vocab_size) if alternatives else None,
             **settings,
         )
@@ -149,6 +154,10 @@ class Engine:
     def speculative(self) -> bool:
         """Whether rounds have drafts that may be accepted."""
         return self.draft is not None and not self.draft.guesses
+
+    @property
+    def _decode(self) -> Compiled:
+        return DECODE_BY_ROW if self._by_row else DECODE
 
     @functools.cached_property
     def draft_in_loop(self) -> Draft | None:
@@ -197,7 +206,7 @@ class Engine:
             layers = None
         draft = self.draft.in_prefill() if begins else None
         prefill = Prefill(self.target, draft, *padded(prompts), sampler, keys, limits, self.sizes, layers, self._kinds)
-        if self._fixed_order and len(prompts) > 1:
+        if (self._fixed_order or self._by_row) and len(prompts) > 1:
             return PrefillByRow.of(prefill, prompts)
         return self._with_residence(prefill) if in_host_memory else prefill
 
@@ -219,7 +228,7 @@ class Engine:
         self, state: DecodeState, sampler: Sampler, limits: Limits, max_rounds: int = UNLIMITED, min_running: int = 1, *, lazy: bool = False
     ) -> Call:
         """Runs rounds; returns a `DecodeState`, and consumes the one given. lazy: compile for the draft's shapes, before it is made."""
-        return self.call(DECODE, state, sampler, limits, jnp.int32(max_rounds), jnp.int32(min_running), lazy=lazy)
+        return self.call(self._decode, state, sampler, limits, jnp.int32(max_rounds), jnp.int32(min_running), lazy=lazy)
 
     def call(self, program: Compiled, state: DecodeState, sampler: Sampler, limits: Limits, *more: Array, lazy: bool = False) -> Call:
         """A loop over rounds, a function of target, draft, sampler, state, limits and more. lazy: see `rounds_call`."""
@@ -319,7 +328,7 @@ class Engine:
 
     def compile_rounds(self, state: DecodeState, sampler: Sampler, limits: Limits) -> None:
         """Compiles the program of `rounds`, so that compiling is timed apart from running."""
-        if (DECODE, _pages_of(state)) not in self._executables:
+        if (self._decode, _pages_of(state)) not in self._executables:
             self.executable(self.rounds_call(state, sampler, limits))
             jax.block_until_ready(self.draft_in_loop)
 

@@ -1,4 +1,4 @@
-"""Where greedy decoding can have the bits of one-by-one decoding (`exact="bits"`), beside what its settings say (`GenerationConfig`)."""
+"""Where rows can have the same bits whatever is decoded with them (`exact="bits"`), beside what settings say (`GenerationConfig`)."""
 
 from collections.abc import Sequence
 
@@ -8,22 +8,26 @@ from pallas_kernels import dispatch
 from qspec_jax.decoding.config import BITS, GenerationConfig
 from qspec_jax.decoding.requests import Request
 from qspec_jax.drafts.draft import Draft
-from qspec_jax.errors import InputError
+from qspec_jax.errors import BitsRefused
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.sharding import mesh_of
 from qspec_jax.models.uniform import WIDTH
 
-GIVE_TOKENS = "; give exact tokens there"  # what sentences end with
-
 
 def check_requests(found: Sequence[Request], *, from_states: bool) -> None:
-    """Raises InputError for requests that go on from what was read before. from_states: whether all of them do."""
+    """Raises BitsRefused for requests that go on from what was read before. from_states: whether all of them do."""
     if from_states or any(request.prefix for request in found):
-        raise InputError(f"exact {BITS} is for whole prompts, not for states and requests with a prefix; give exact tokens there")
+        raise BitsRefused("is for whole prompts, not for states and requests with a prefix")
+
+
+def check_sampling(config: GenerationConfig) -> None:
+    """Raises BitsRefused for settings that sample where exact "bits" is for greedy decoding."""
+    if config.exact == BITS and config.temperature > 0 and dispatch.platform() == "gpu":
+        raise BitsRefused(f"on a GPU is for greedy decoding, and temperature is {config.temperature:g}")
 
 
 def check_bits(model: Llama, config: GenerationConfig, draft: Draft | None, max_drafts: int) -> None:
-    """Raises InputError where exact "bits" does not hold for a model, this device or a draft.
+    """Raises BitsRefused where exact "bits" does not hold for a model, this device or a draft.
 
     Args:
         model: the target.
@@ -34,8 +38,9 @@ def check_bits(model: Llama, config: GenerationConfig, draft: Draft | None, max_
 
     def check(ok: bool, what: str) -> None:
         if not ok:
-            raise InputError(f"exact {BITS} {what}{GIVE_TOKENS}")
+            raise BitsRefused(what)
 
+    check_sampling(config)
     platform = dispatch.platform()
     check(platform in ("cpu", "gpu"), f"is for CPUs and GPUs, and this decodes on a {platform}")
     if platform == "gpu":

@@ -93,7 +93,9 @@ class Run:
         if rounds_per_update < 1:
             raise InputError(f"rounds_per_update {rounds_per_update} should be at least 1")
         if sampler is not None and prepared.exact == BITS:
-            raise InputError(f"exact {BITS} is for greedy decoding, not for a sampler of your own; leave one of them out")
+            raise InputError(f"exact {BITS} is not for a sampler of your own; leave one of them out")
+        if traced and prepared.exact == BITS and any(config.temperature > 0 for config in prepared.configs):
+            raise InputError(f"exact {BITS} of samples cannot be traced: a trace runs a round in parts; leave one of them out")
         self.prompts, configs, tokenizer = prepared.prompts, prepared.configs, prepared.tokenizer
         # A stop string is looked for after every round, so that a row does not depend on how often it is updated.
         self.rounds_per_update = 1 if any(config.stop for config in configs) else rounds_per_update

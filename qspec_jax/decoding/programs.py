@@ -11,6 +11,7 @@ from jaxtyping import Array, Int, Key
 
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.round import decode
+from qspec_jax.decoding.rounds_by_row import decode_by_row
 from qspec_jax.decoding.state import LENGTH, DecodeState, Logprobs, replace_rows
 
 
@@ -38,6 +39,7 @@ def _window(tokens: Array, logprobs: Logprobs | None, starts: Int[Array, "B"], w
 
 
 DECODE = Compiled(decode, passes=True, donate_argnames=("state",))
+DECODE_BY_ROW = Compiled(decode_by_row, passes=True, donate_argnames=("state",))
 REPEAT = Compiled(_repeated, static_argnames=("batch", "pages"))
 FORK = Compiled(_forked)
 REPLACE = Compiled(replace_rows, donate_argnames=("state",))

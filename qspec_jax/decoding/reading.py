@@ -15,7 +15,7 @@ from qspec_jax.decoding.prepare import OF_STATES, Prepared, config_of, prepare
 from qspec_jax.decoding.requests import check_length, checked_prompt
 from qspec_jax.decoding.rows import joined, together
 from qspec_jax.decoding.state_arrays import enlarged, first_groups
-from qspec_jax.errors import InputError, is_out_of_memory
+from qspec_jax.errors import BitsRefused, InputError, is_out_of_memory
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
 from qspec_jax.states.pool import Pool
@@ -111,7 +111,7 @@ def _read(
 
 def _reader(prepared: Prepared) -> Reader:
     if prepared.exact == BITS:
-        raise InputError(f"exact {BITS} is for whole prompts, not for states; give exact tokens there")
+        raise BitsRefused("is for whole prompts, not for states")
     model, config = prepared.model, prepared.requests[0].config
     cache = none_resident(config.cache_config)  # a state is copied where it is continued, for which the device should have room
     settings = {name: getattr(config, name) for name in OF_STATES} | {"draft": prepared.config.draft}

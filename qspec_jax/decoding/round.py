@@ -5,6 +5,7 @@ Autoregressive decoding is the same loop with no drafts. Every row keeps its own
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -37,6 +38,16 @@ def decode(
     min_running: Int[Array, ""] | int = 1,
 ) -> DecodeState:
     """The state after `max_rounds` rounds, or when fewer than `min_running` rows run (1: when all have ended)."""
+    return loop(lambda state: decode_round(target, draft, sampler, state, limits), state, max_rounds, min_running)
+
+
+def loop(
+    one_round: Callable[[DecodeState], DecodeState],
+    state: DecodeState,
+    max_rounds: Int[Array, ""],
+    min_running: Int[Array, ""] | int,
+) -> DecodeState:
+    """See `decode`. one_round: the state after a round."""
 
     def unfinished(carry):
         done, state = carry
@@ -44,7 +55,7 @@ def decode(
 
     def step(carry):
         done, state = carry
-        return done + 1, decode_round(target, draft, sampler, state, limits)
+        return done + 1, one_round(state)
 
     return lax.while_loop(unfinished, step, (jnp.int32(0), state))[1]
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.config import BITS, GenerationConfig
 from qspec_jax.decoding.keys import IMPLEMENTATION, as_threefry
 from qspec_jax.errors import InputError
 
@@ -231,15 +231,17 @@ def make_sampler(*configs: GenerationConfig) -> Sampler:
     sampled = [config for config in configs if config.temperature > 0]
     if not sampled:
         return Greedy()
+    # With other settings, those of rows beside it, a row's program would differ.
+    all_used = configs[0].exact == BITS
     return Sampling(
         jnp.array([config.temperature for config in configs], jnp.float32),
         jnp.array([config.top_k for config in configs], jnp.int32),
         jnp.array([config.top_p for config in configs], jnp.float32),
         jnp.array([config.min_p for config in configs], jnp.float32),
-        use_top_k=any(config.top_k > 0 for config in sampled),
-        use_top_p=any(config.top_p < 1 for config in sampled),
-        use_min_p=any(config.min_p > 0 for config in sampled),
-        some_greedy=len(sampled) < len(configs),
+        use_top_k=all_used or any(config.top_k > 0 for config in sampled),
+        use_top_p=all_used or any(config.top_p < 1 for config in sampled),
+        use_min_p=all_used or any(config.min_p > 0 for config in sampled),
+        some_greedy=all_used or len(sampled) < len(configs),
     )
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.matmul.mosaic_plain_plan import TILE
-from qspec_jax.errors import InputError
+from qspec_jax.errors import BitsRefused
 from qspec_jax.models.llama import AttendingCache, Seen
 from qspec_jax.models.viewed import ViewedModel
 
@@ -18,9 +18,9 @@ from qspec_jax.models.viewed import ViewedModel
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class FixedOrderModel(ViewedModel):
-    """A model of which every pass adds up in an order that depends on a row's length alone (`dispatch.fixed_order`).
+    """A model of which every pass adds up in the order of `dispatch.fixed_order`.
 
-    Raises InputError where no kernel does so for the model.
+    Raises BitsRefused where no kernel does so for the model.
     """
 
     def watched(
@@ -48,4 +48,4 @@ def _fixed_order() -> Iterator[None]:
         with dispatch.fixed_order():
             yield
     except dispatch.NoFixedOrder as error:
-        raise InputError(f"exact bits: {error}; give exact tokens") from None
+        raise BitsRefused(f"needs kernels that add up in a fixed order; {error}") from None

@@ -60,8 +60,8 @@ def prefill_of_head(device: Device, draft: Eagle3Draft, *, batch: int, tokens: i
 
 
 def head_memory(draft: Eagle3Draft, *, batch: int, appended: int) -> int:
-    """Bytes of the head's own weights, which are those that are not the target's, of its keys and values, and of the features that it keeps.
-    appended: tokens that a round appends to the keys and values."""
+    """Bytes of the head's own weights, which are those that are not the target's, of its keys and values, and of the features that it
+    keeps. appended: tokens that a round appends to the keys and values."""
     head, settings = draft.head, draft.head.settings
     weights, same_width = dict(head.weights()), settings.layers.hidden_size == settings.target_hidden_size
     if same_width:  # the embedding is the target's, see `load_head`

@@ -16,7 +16,16 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.formats.quantization import pack
 from pallas_kernels.formats.rounding import accumulation_dtype, parameter_dtype, round_down, round_up
-from pallas_kernels.formats.weights import LOWER_MIDDLE, Int4Weight, Int8Weight, NestedWeight, Weight
+from pallas_kernels.formats.weights import (
+    FAR_STEPS,
+    LOWER_MIDDLE,
+    NEAREST_STEPS,
+    Int4Weight,
+    Int8Weight,
+    NestedWeight,
+    Weight,
+    upper_plane,
+)
 from pallas_kernels.matmul.support import GROUP_SIZES
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
@@ -26,9 +35,7 @@ from qspec_jax.models.sharding import MODEL, divided_over, mesh_of, weight_shard
 CLIP_RATIOS = tuple(1 - i / 32 for i in range(17))
 REFITS = 2
 # Scales of nested weights that are tried, as shares of the least one whose 16 steps cover a group's range, and places of the range in them.
-# So no weight is clipped, which the target would suffer from. The steps of the lower plane: where upper codes are the nearest, and where
-# they may be others.
-NEAREST_STEPS, FAR_STEPS = 16, 8
+# So no weight is clipped, which the target would suffer from.
 NESTED_SCALES, NESTED_PLACES = tuple(1 + i / 60 for i in range(5)), (0.0, 0.5, 1.0)
 # What is added to the diagonal of the inputs' second moments, as a share of its mean (GPTQ, section 3.3).
 DAMPING = 0.01
@@ -301,15 +308,15 @@ def group_size_over(path: str, shape: tuple[int, int], sharding: NamedSharding |
     size = weight_group_size(inputs)
     if inputs < shape[1] and inputs % size:
         raise InputError(
-            f"INT4 weights over {sharding.mesh.size} devices: {path} has {inputs} inputs on each, no multiple of {size}; use fewer "
-            "devices, or a draft with weight_bits=16"
+            f"weights in groups over {sharding.mesh.size} devices: {path} has {inputs} inputs on each, no multiple of {size}; use fewer "
+            "devices, weights that are not nested, or a draft with weight_bits=16"
         )
     return size
 
 
 def groups_are_cut(path: str, weight: Int4Weight | NestedWeight, mesh: Mesh) -> bool:
     """Whether inputs of one group of a weight, or of its shapes, would come to lie on several devices."""
-    weight = weight.upper if isinstance(weight, NestedWeight) else weight
+    weight = upper_plane(weight)
     divided = MODEL in weight_sharding(path, weight.scale.shape, mesh).spec[1:]
     return divided and bool(weight.padding or weight.scale.shape[1] % mesh.size)
 

@@ -149,7 +149,7 @@ function limit(round) {
     const why = confidence ? `its most likely token had a probability below ${confidence}, or it had no more to propose` : "it had no more to propose";
     return `The draft stopped at ${drafts} of ${asked}: ${why}.`;
   }
-  if (asked === room) return `At most ${plural(asked, "draft")}: no round goes past the next flush of the cache, or over a full cache past a multiple of 512 tokens.`;
+  if (asked === room) return `At most ${plural(asked, "draft")}: no round goes past the next flush of the cache, or over a full cache past the next multiple of its span of tokens.`;
   if (asked === Math.max(0, wanted)) return `At most ${plural(asked, "draft")}: only ${plural(wanted + 1, "more token")} ${wanted ? "are" : "is"} wanted.`;
   return `At most ${plural(asked, "draft")}: adaptive speculation chose that by the row's past acceptance.`;
 }

@@ -1,0 +1,118 @@
+"""`exact="bits"` with samples: on a CPU, a sampled row has the tokens that it has alone, with the same draft and settings."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from runs import random_model, random_prompts
+
+from qspec_jax.decoding.batch import run_batch
+from qspec_jax.decoding.compiled import Compiled
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.engine import Engine
+from qspec_jax.decoding.generate import generate
+from qspec_jax.decoding.prepare import prepare
+from qspec_jax.decoding.programs import DECODE
+from qspec_jax.decoding.requests import Request
+from qspec_jax.decoding.sampling import Sampling, make_sampler, prompt_keys
+from qspec_jax.errors import InputError
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="on a GPU exact bits are for greedy decoding")
+
+BITS = dict(exact="bits", cache="int8", group_size=16, ignore_eos=True, max_new_tokens=32, temperature=0.9)
+ALIKE = random_prompts([100, 90, 70])  # of one padded length, so that decoding each alone takes one program
+PROMPTS = random_prompts([40, 100, 300])
+KEYS = prompt_keys(jax.random.key(3), 3)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(jnp.bfloat16, num_hidden_layers=2, tie_word_embeddings=False)
+
+
+def requests(prompts, **settings) -> list[Request]:
+    return [Request(prompt, GenerationConfig(**BITS | settings), key) for prompt, key in zip(prompts, KEYS, strict=True)]
+
+
+def alone(model, request: Request) -> list[int]:
+    return generate(model, prepare(model, [request])).token_ids[0]
+
+
+def check(model, prompts, **settings) -> None:
+    asked = requests(prompts, **settings)
+    together = generate(model, prepare(model, asked)).token_ids
+    assert together == [alone(model, request) for request in asked]
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    ("draft", "more"),
+    [
+        ("none", {}),
+        ("sparse", {}),
+        ("prompt-lookup", {}),
+        ("snapkv", {}),
+        ("streaming-llm", {}),
+        ("h2o", {}),
+        ("retrieval:rebuild=16", {}),
+        ("chunk-means:chunk=4,dense_layers=0", {}),
+        ("combine:prompt-lookup+quantspec", {}),
+        ("cascade:first=prompt-lookup,middle=sparse", {}),
+        ("eagle3:model=random,window=9", {}),
+        ("quantspec", dict(adaptive=True, top_p=0.9, top_k=20, min_draft_confidence=0.1, repetition_penalty=1.1)),
+        ("quantspec", dict(cache="full", group_size=None)),
+    ],
+)
+def test_whatever_drafts_beside_prompts_of_other_lengths(model, draft, more):
+    """Whose caches are larger."""
+    check(model, PROMPTS, draft=draft, **more)
+
+
+@pytest.mark.system
+def test_slots_are_refilled_and_other_rows_are_greedy_or_filtered(model):
+    config, *others = (GenerationConfig(**BITS | dict(draft="quantspec"), **each) for each in ({}, dict(top_k=5), dict(min_p=0.05)))
+    greedy = GenerationConfig(**BITS | dict(draft="quantspec", temperature=0))
+    asked = [Request(prompt, each, key) for prompt, each, key in zip(ALIKE, (config, greedy, others[0]), KEYS)]
+    asked.append(Request(ALIKE[0], others[1], KEYS[1]))
+    found = {result.index: result.token_ids for result in run_batch(model, asked, batch_size=2)}
+    assert [found[i] for i in range(4)] == [alone(model, request) for request in asked]
+    without = Request(asked[1].tokens, GenerationConfig(**BITS | dict(draft="none", temperature=0)), KEYS[1])
+    assert found[1] == alone(model, without)
+
+
+@pytest.mark.system
+def test_rows_beside_rows_of_other_gammas_and_processors(model):
+    settings = dict(num_speculative_tokens=3), dict(num_speculative_tokens=6, adaptive=True), dict(repetition_penalty=1.2, top_p=0.9)
+    config = [GenerationConfig(**BITS | dict(draft="quantspec", max_new_tokens=64) | each) for each in settings]
+    asked = [Request(prompt, each, key) for prompt, each, key in zip(PROMPTS, config, KEYS)]
+    assert generate(model, prepare(model, asked)).token_ids == [alone(model, request) for request in asked]
+
+
+def test_nothing_of_drafts_and_draws_is_computed_for_several_rows(model, monkeypatch):
+    """What would be otherwise for several rows is seen, and is not there: in the usual rounds it is."""
+    sampled = Sampling._sampled
+    monkeypatch.setattr(Sampling, "_sampled", lambda self, logits: sampled(self, logits * (1.0 if len(logits) == 1 else 1.1)))
+    Compiled.forget()
+    check(model, ALIKE, draft="quantspec")
+    monkeypatch.setattr(Engine, "_decode", DECODE)
+    with pytest.raises(AssertionError):
+        check(model, ALIKE, draft="quantspec")
+    Compiled.forget()
+
+
+def test_which_program_runs(model):
+    def engine(**settings) -> Engine:
+        return prepare(model, requests(ALIKE, draft="quantspec", **settings)).engine()
+
+    assert engine()._decode is not engine(temperature=0)._decode is engine(exact="tokens")._decode
+    config = GenerationConfig(**BITS)
+    assert make_sampler(config).use_top_p and not make_sampler(GenerationConfig(temperature=0.9)).use_top_p
+
+
+def test_what_does_not_go_with_them_is_refused(model, monkeypatch):
+    asked = requests(ALIKE, draft="quantspec")
+    with pytest.raises(InputError, match="exact bits of samples cannot be traced"):
+        generate(model, prepare(model, asked), trace=True)
+    monkeypatch.setattr("qspec_jax.decoding.exact_bits.dispatch.platform", lambda: "gpu")
+    monkeypatch.setattr("qspec_jax.decoding.exact_bits.dispatch.no_mosaic_gpu", lambda: None)
+    with pytest.raises(InputError, match=r"exact bits on a GPU is for greedy decoding, and temperature is 0\.9; give exact tokens"):
+        prepare(model, asked)
