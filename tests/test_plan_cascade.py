@@ -16,9 +16,9 @@ from qspec_jax.decoding.config import GAMMA as USUAL_GAMMA
 from qspec_jax.decoding.config import GenerationConfig, beside_draft
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.reading import prefill
-from qspec_jax.decoding.resolve import resolve_auto_draft
+from qspec_jax.decoding.resolve import resolve_draft
 from qspec_jax.drafts.cascade import FIRST_GAMMA
-from qspec_jax.drafts.registry import first_gamma_of, levels_in, may_become, with_first_gamma
+from qspec_jax.drafts.registry import first_gamma_of, levels_in, may_become, parse_draft, with_first_gamma
 from qspec_jax.drafts.small_model import BLOCK
 from qspec_jax.errors import InputError
 from qspec_jax.models.prompts import bucket
@@ -283,7 +283,11 @@ def test_texts_of_cascades():
         "prompt-lookup:shortest=2",
         "sparse:budget=0.1,newest=0.3",
     )
-    assert levels_in("triforce:model=DIR,gamma1=3") == ("small-model:model=DIR,reads=window", "retrieval")
+    small = "small-model:model=DIR,reads=window,sinks=16,window=240"
+    assert levels_in("triforce:model=DIR,gamma1=3") == (small, "retrieval")
+    for text in ("cascade", "cascade:first=(prompt-lookup:shortest=2)", "triforce:model=DIR", "triforce:model=DIR,sinks=3,window=5"):
+        settings = parse_draft(text)
+        assert tuple(map(parse_draft, levels_in(text))) == (settings.first, settings.middle)
     assert [first_gamma_of(text) for text in ("cascade", "cascade:first_gamma=auto", "triforce:model=x,gamma1=3")] == [None, None, 3]
     assert with_first_gamma("cascade", 3) == "cascade:first_gamma=3"
     assert with_first_gamma("triforce:model=x", 3) == "triforce:model=x,gamma1=3"
@@ -436,8 +440,8 @@ def test_open_gammas_are_settled_with_one_line(monkeypatch, caplog):
     model = random_model(TINY)
     configs = [GenerationConfig(draft="cascade", max_new_tokens=100, num_speculative_tokens=gamma) for gamma in (None, 2)]
     with caplog.at_level("INFO", "qspec_jax.decoding.resolve"):
-        found = resolve_auto_draft(model, configs, [1000, 200], batch=2)
-        assert resolve_auto_draft(model, found, [1000, 200], batch=2) == found
+        found = resolve_draft(model, configs, [1000, 200], batch=2)
+        assert resolve_draft(model, found, [1000, 200], batch=2) == found
     expected = choose_gammas(setting(TINY, "cpu"), "cascade", context=1100, batch=2)
     assert caplog.messages == [expected.reason]
     assert {each.draft for each in found} == {expected.draft} and not any(each.leaves_gammas_open for each in found)

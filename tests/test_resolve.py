@@ -20,7 +20,7 @@ from qspec_jax.decoding.config import GAMMA, GenerationConfig
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.limits import DRAFT_COST, make_limits
 from qspec_jax.decoding.out_of_memory import explained_memory
-from qspec_jax.decoding.resolve import fill_draft_costs, resolve_auto_draft
+from qspec_jax.decoding.resolve import fill_draft_costs, resolve_draft
 from qspec_jax.decoding.results import BatchStats
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.registry import USUAL
@@ -242,7 +242,7 @@ def test_what_auto_leaves_open():
 def test_the_target_does_not_depend_on_the_choice(model, on_h200, given, batch, caplog):
     config = GenerationConfig(draft="auto", **given)
     with caplog.at_level("INFO", "qspec_jax.decoding.resolve"):
-        found = resolve_auto_draft(model, [config], [5000], batch=batch)
+        found = resolve_draft(model, [config], [5000], batch=batch)
     (settled,) = found
     assert settled.cache_config == config.cache_config and settled.draft != "auto"
     gamma = given.get("num_speculative_tokens")
@@ -251,14 +251,14 @@ def test_the_target_does_not_depend_on_the_choice(model, on_h200, given, batch, 
     ignored = "; without a draft, num_speculative_tokens has no effect" if gamma and expected.draft == "none" else ""
     assert caplog.messages == [expected.reason + ignored]
     # Settled once, it stays.
-    assert resolve_auto_draft(model, found, [5000], batch=1) == found
+    assert resolve_draft(model, found, [5000], batch=1) == found
 
 
 def test_the_choice_is_logged_once_if_memory_is_too_small(model, caplog):
     config = GenerationConfig()
     full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 85899345920 bytes.")
     with caplog.at_level("INFO", "qspec_jax.decoding.resolve"), pytest.raises(InputError), explained_memory(model, config, 100, rows=1):
-        resolve_auto_draft(model, [config], [100], batch=1)
+        resolve_draft(model, [config], [100], batch=1)
         raise full
     assert len(caplog.messages) == 1
 
@@ -267,7 +267,7 @@ def test_one_choice_for_all_rows_of_a_batch(model, on_h200, monkeypatch):
     asked = []
     monkeypatch.setattr("qspec_jax.decoding.resolve.choose", lambda *_, **sizes: asked.append(sizes) or choose(setting(), **sizes))
     configs = [GenerationConfig(draft="auto", max_new_tokens=new, num_speculative_tokens=gamma) for new, gamma in ((10, None), (900, 2))]
-    found = resolve_auto_draft(model, configs, [1000, 200], batch=2)
+    found = resolve_draft(model, configs, [1000, 200], batch=2)
     assert asked == [dict(context=1100, batch=2, gamma=None)]
     assert found[0].draft == found[1].draft and [each.num_speculative_tokens for each in found][1] == 2
 
@@ -336,7 +336,7 @@ def test_costs_on_a_cpu_go_by_the_nearest_measured_shape(monkeypatch):
 def test_where_rows_are_not_known_it_goes_by_the_device_alone(model, caplog):
     with caplog.at_level("INFO", "qspec_jax.decoding.resolve"):
         for kind, draft in (("cpu", "none"), (H200, USUAL), ("a GPU of the cluster", USUAL)):
-            (found,) = resolve_auto_draft(model, [GenerationConfig()], None, batch=8, device_kind=kind)
+            (found,) = resolve_draft(model, [GenerationConfig()], None, batch=8, device_kind=kind)
             assert (found.draft, found.cache_config) == (draft, INT8)
     assert len(caplog.messages) == 3 and "the lengths of the rows are not known" in caplog.messages[1]
 
@@ -348,7 +348,7 @@ def test_settings_of_drafts_are_no_errors_without_one(cache, model, caplog):
         caplog.clear()
         config = GenerationConfig(cache=cache, max_new_tokens=4, group_size=group_size, **given)
         with caplog.at_level("INFO", "qspec_jax.decoding.resolve"):
-            (found,) = resolve_auto_draft(model, [config], [27], batch=1)
+            (found,) = resolve_draft(model, [config], [27], batch=1)
         assert found.draft == "none" and found.cache_config == config.cache_config
         (line,) = caplog.messages
         assert line.startswith("draft auto: none") and all(name in line for name in given) and ("no effect" in line) == bool(given)

@@ -15,7 +15,7 @@ from rich.console import RenderableType
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.prepare import Prepared, prepare
-from qspec_jax.decoding.resolve import resolve_auto_draft
+from qspec_jax.decoding.resolve import resolve_draft
 from qspec_jax.drafts.registry import NONE, make_draft
 from qspec_jax.kept_rows import NOT_KEPT, KeptRows
 from qspec_jax.models.llama import Llama
@@ -142,7 +142,7 @@ def run(
     shared = dict(max_new_tokens=max_new_tokens, num_speculative_tokens=gamma, ignore_eos=True)
 
     def way(draft: str, cache: str | None) -> _Way:
-        (config,) = resolve_auto_draft(model, [GenerationConfig(draft=draft, cache=cache, **shared)], [len(prompt)], batch=1)
+        (config,) = resolve_draft(model, [GenerationConfig(draft=draft, cache=cache, **shared)], [len(prompt)], batch=1)
         made = make_draft(config.draft, model, int4=int4)
         return _Way(draft, config, prepare(model, [prompt], config=dataclasses.replace(config, draft=made or NONE)))
 

@@ -44,7 +44,7 @@ from qspec_jax.decoding.jsonl import MAX_SAMPLES, Columns, first_with_prefix, re
 from qspec_jax.decoding.prefixes import Prefixes
 from qspec_jax.decoding.prepare import ROWS_OF_AUTO
 from qspec_jax.decoding.ray_data import cluster_gpus, connect
-from qspec_jax.decoding.resolve import resolve_auto_draft
+from qspec_jax.decoding.resolve import resolve_draft
 from qspec_jax.decoding.results import BatchStats
 from qspec_jax.decoding.run_identity import Checkpoints, run_identity
 from qspec_jax.decoding.run_lines import (
@@ -168,7 +168,7 @@ def batch(
         )
         # Of a cascade with a model of its own no acceptance is stored by which the lengths of lines could count.
         if config.leaves_gammas_open and checkpoints_of(config.draft_settings):
-            (config,) = resolve_auto_draft(network, [config], None, batch=rows_at_once or ROWS_OF_AUTO)
+            (config,) = resolve_draft(network, [config], None, batch=rows_at_once or ROWS_OF_AUTO)
         # A draft that is named is made first: lines that are too long for its model are wrong.
         if config.draft != AUTO and not config.leaves_gammas_open:
             of_lines = processes.all_or_none(lambda: with_made_draft(config, network))
@@ -181,7 +181,7 @@ def batch(
         tokenizer = load_tokenizer(checkpoints.directory)
         # Draft auto is resolved here, since the run's identity holds what it becomes.
         kind = "a GPU of the cluster" if cluster_gpus() else "cpu"
-        (config,) = resolve_auto_draft(network, [config], None, batch=rows_at_once or ROWS_OF_AUTO, device_kind=kind)
+        (config,) = resolve_draft(network, [config], None, batch=rows_at_once or ROWS_OF_AUTO, device_kind=kind)
         of_lines = config
     prefixes = Prefixes(tokenizer, Path() if source == STANDARD else source.parent)
     lines = read_lines(content, network, tokenizer, of_lines, seed or 0, columns, prefixes)

@@ -19,7 +19,7 @@ from qspec_jax.cli.options import DtypeOption, Json, Output, Seed, load
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.requests import check_positions
-from qspec_jax.decoding.resolve import resolve_auto_draft
+from qspec_jax.decoding.resolve import resolve_draft
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.registry import AUTO, NONE
 from qspec_jax.errors import InputError
@@ -108,7 +108,7 @@ def bench_states(
         else:
             network, tokenizer = load(demo.MODEL if model is None else model, dtype, quiet=as_json)
             words = token_stream(tokenizer, map(read_text, file or corpus.held_out_files()))
-        (chosen,) = resolve_auto_draft(network, [config], [max(contexts) + sizes.question_tokens], batch=batch_size)
+        (chosen,) = resolve_draft(network, [config], [max(contexts) + sizes.question_tokens], batch=batch_size)
         made = make_draft(chosen.draft, network, int4=int4_of(network, random=arch is not None)) or NONE
         return states.run(
             arch or ("the embedded model" if model is None else model),

@@ -13,7 +13,8 @@ from qspec_jax.cli.options import Json, Output, Plot
 from qspec_jax.drafts.registry import DRAFTS
 from qspec_jax.errors import InputError
 from qspec_jax.planning import plan as planning
-from qspec_jax.planning.acceptance import judged_by_middle, looks_up, parse_chances
+from qspec_jax.planning.acceptance import first_level, inner_level
+from qspec_jax.planning.chances import parse_chances
 from qspec_jax.planning.devices import DEVICES, find_device
 
 CONTEXTS = (4096, 32768, 131072)
@@ -100,8 +101,8 @@ def plan(
     if max_new_tokens is not None and not 1 <= max_new_tokens <= 1 << 24:
         raise InputError(f"--max-new-tokens {max_new_tokens} should be from 1 to {1 << 24:,}")
     acceptances = parse_chances("--acceptance", acceptance or [], draft or list(DRAFTS))
-    inner = parse_chances("--inner-acceptance", inner_acceptance or [], draft or list(DRAFTS), judged_by_middle)
-    shares = parse_chances("--proposing", proposing or [], draft or list(DRAFTS), looks_up)
+    inner = parse_chances("--inner-acceptance", inner_acceptance or [], draft or list(DRAFTS), inner_level)
+    shares = parse_chances("--proposing", proposing or [], draft or list(DRAFTS), first_level)
     found = find_device(device)
     config = loading.planned_config(model) if arch is None else architecture(arch)
     max_new_tokens = min(NEW_TOKENS, config.max_length // 2) if max_new_tokens is None else max_new_tokens

@@ -8,7 +8,7 @@ import jax
 
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import max_drafts
-from qspec_jax.decoding.resolve import resolve_auto_draft
+from qspec_jax.decoding.resolve import resolve_draft
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.errors import InputError, is_out_of_memory, more_memory
 from qspec_jax.models.config import LlamaConfig
@@ -90,7 +90,7 @@ def explained_memory(model: Llama, settings: GenerationConfig, prompt_tokens: in
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        (settings,) = resolve_auto_draft(model, [settings], [prompt_tokens], batch=rows, logs=False)  # it was logged when it was resolved
+        (settings,) = resolve_draft(model, [settings], [prompt_tokens], batch=rows, logs=False)  # it was logged when it was resolved
         mesh = mesh_of(model.weights())
         devices = 1 if mesh is None else mesh.size
         raise InputError(does_not_fit(model.checkpoint_config, settings, prompt_tokens, rows=rows, devices=devices)) from None

@@ -204,7 +204,7 @@ def completed(
     prompts, config = [request.tokens for request in found], config or found[0].config
     lengths = list(map(len, prompts))
     configs = [with_tokenizer(request.config, model, tokenizer) for request in found]
-    configs = resolve.resolve_auto_draft(model, configs, lengths, batch=min(batch_size or len(found), len(found)))
+    configs = resolve.resolve_draft(model, configs, lengths, batch=min(batch_size or len(found), len(found)))
     if config.draft == AUTO or config.leaves_gammas_open:
         config = dataclasses.replace(config, **{name: getattr(configs[0], name) for name in ("draft", "num_speculative_tokens", "cache")})
     draft = _made(model, configs, prompts if calibrate else None, progress) if reader is None else reader.draft

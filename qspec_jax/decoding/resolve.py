@@ -25,7 +25,7 @@ from qspec_jax.quantization.outline import is_outline
 log = logging.getLogger(__name__)
 
 
-def resolve_auto_draft(
+def resolve_draft(
     model: Llama,
     configs: Sequence[GenerationConfig],
     prompt_tokens: Sequence[int] | None,

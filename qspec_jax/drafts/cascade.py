@@ -193,8 +193,8 @@ def first_gamma_setting(of: str) -> Any:
     """The setting of how many tokens a cascade's first draft drafts at a time. of: that draft, for the docs."""
     return setting(
         None,
-        f"How many tokens {of} drafts at a time, if a round's gamma is larger. By default it is chosen by stored costs in `generate` and "
-        f"`batch`, and {FIRST_GAMMA} elsewhere.",
+        f"How many tokens {of} drafts at a time, if a round's gamma is larger. By default it is chosen by stored costs where requests "
+        f"are prepared from a draft's text, and {FIRST_GAMMA} elsewhere.",
         minimum=1,
         maximum=MAX_ROUND_TOKENS - 1,
         parse=_auto_or_number,

@@ -112,7 +112,8 @@ def levels_in(text: str) -> tuple[str, ...]:
         return ()
     given = dict(part.partition("=")[::2] for part in split_text("draft", text)[1])
     if DRAFTS[name_of(text)] is TriForceSettings:
-        first, middle = f"small-model:model={given.get('model', '')},reads=window", "retrieval"
+        read = ",".join(f"{name}={given.get(name, getattr(TriForceSettings, name))}" for name in ("sinks", "window"))
+        first, middle = f"small-model:model={given.get('model', '')},reads=window,{read}", "retrieval"
     else:
         first, middle = nested_text(given["first"]) if "first" in given else "prompt-lookup", "sparse"
     return first, nested_text(given["middle"]) if "middle" in given else middle

@@ -1,10 +1,9 @@
-"""The acceptance that a plan assumes where none is given, with its source; and how --acceptance and --proposing are read."""
+"""The acceptance, and the share of rounds with a proposal, that a plan assumes where none is given, with their sources."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 from qspec_jax.drafts.registry import levels_in, name_of, parse_draft, texts_in
-from qspec_jax.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,73 +97,22 @@ def inner_chance_of(cascade: str, given: Mapping[str, float], *wholes: str, by_t
     return Chance(found.rate, f"that of {first} by the target, since by a middle it was not measured: {found.source}")
 
 
-def judged_by_target(draft: str) -> str:
-    """The draft whose acceptance a draft has: of a cascade the middle, which the tokens that it hands on are drawn from."""
+def last_level(draft: str) -> str:
+    """The draft whose tokens the target judges: of a cascade the middle, from which those that it hands on are drawn; of others the draft
+    itself."""
     return levels_in(draft)[-1] if levels_in(draft) else draft
 
 
-def looks_up(draft: str) -> str:
-    """The draft that may have no proposal: of a cascade the first."""
+def first_level(draft: str) -> str:
+    """The draft that proposes first, and may have nothing to propose: of a cascade the first; of others the draft itself."""
     return levels_in(draft)[0] if levels_in(draft) else draft
 
 
-def judged_by_middle(draft: str) -> str | None:
-    """The first draft of a cascade; None for other drafts."""
+def inner_level(draft: str) -> str | None:
+    """The draft whose tokens a middle judges: the first of a cascade; None for other drafts."""
     return next(iter(levels_in(draft)), None)
 
 
 def regardless(draft: str) -> str:
     """Which settings what is assumed for a draft does not depend on, as notes say it."""
-    return "whatever its settings" + (" but shortest" if "prompt-lookup" in map(name_of, map(looks_up, texts_in(draft))) else "")
-
-
-def parse_chances(
-    option: str, texts: Sequence[str], drafts: Sequence[str], meant: Callable[[str], str | None] = judged_by_target
-) -> dict[str, float]:
-    """Reads --acceptance, --inner-acceptance or --proposing: R for all drafts, or NAME=R for one, by its text or its name; a draft within a
-    `combine` or a cascade has its own.
-
-    Args:
-        option: its name.
-        texts: as it was given.
-        drafts: that are planned.
-        meant: which level of a cascade it is about: `judged_by_target`, `judged_by_middle` or `looks_up`.
-
-    Raises:
-        InputError: for what is no number from 0 to 1, and for a draft that is not planned.
-    """
-    levels = [(level, part, draft) for draft in drafts for part in _parts(draft) if (level := _level(part, meant)) is not None]
-    if texts and not levels:
-        raise InputError(f"{option} {texts[0]}: no cascade is planned; there are {', '.join(drafts)}")
-    known = {key for each in levels for key in keys_of(*each)} - {""}
-    found: dict[str, float] = {}
-    for text in texts:
-        name, equals, number = text.rpartition("=")
-        try:
-            rate = float(number)
-        except ValueError:
-            rate = -1.0
-        if not 0 <= rate <= 1:
-            raise InputError(f"{option} {text}: {number!r} should be a number from 0 to 1")
-        if equals and name not in known:
-            raise InputError(f"{option} {text}: no draft {name!r} is planned; there are {', '.join(drafts)}")
-        if name in found:
-            raise InputError(f"{option} is given twice for {name or 'all drafts'}")
-        found[name] = rate
-    return found
-
-
-def _parts(draft: str) -> tuple[str, ...]:
-    """The drafts in the text of one; itself for a `combine` of none, which is listed and not planned."""
-    try:
-        return texts_in(draft)
-    except InputError:
-        return (draft,)
-
-
-def _level(draft: str, meant: Callable[[str], str | None]) -> str | None:
-    """A level of the text of a draft; itself where the text is none, which is said elsewhere."""
-    try:
-        return meant(draft)
-    except InputError:
-        return draft
+    return "whatever its settings" + (" but shortest" if "prompt-lookup" in map(name_of, map(first_level, texts_in(draft))) else "")

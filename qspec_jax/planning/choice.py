@@ -17,7 +17,7 @@ from qspec_jax.drafts.step_bytes import skipped_by
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.planning import cpu, timing
-from qspec_jax.planning.acceptance import inner_chance_of, judged_by_target
+from qspec_jax.planning.acceptance import inner_chance_of, last_level
 from qspec_jax.planning.devices import Device, stored_device
 from qspec_jax.planning.operations import layer_kinds, linear_shapes
 from qspec_jax.planning.plan_report import PlannedRow
@@ -104,8 +104,8 @@ def without_kernels(config: LlamaConfig) -> str | None:
 
 
 def choose(setting: Setting, *, context: int | None, batch: int, gamma: int | None = None) -> DraftChoice:
-    """The draft, and the number of drafts of a round, with which a token takes least time: `CANDIDATES`, over the setting's cache; or none,
-    where none of them saves `MIN_SAVING`.
+    """The draft, and the number of drafts of a round, with which a token takes least time: of `CANDIDATES`, and of those
+    `CASCADES` whose inner acceptance was measured, over the setting's cache; or none, where none of them saves `MIN_SAVING`.
 
     On a CPU it is what `qspec_jax.planning.cpu` has measured. Acceptance is what `qspec plan` assumes. Memory is not considered. Where no
     stored cost holds it is `UNKNOWN`, with gamma where that is given.
@@ -135,19 +135,16 @@ def choose(setting: Setting, *, context: int | None, batch: int, gamma: int | No
     rows, left_out = [planner.autoregressive(setting.cache, context, batch)], []
     for text in (*CANDIDATES, *(cascade for cascade in CASCADES if inner_chance_of(cascade, {}, by_target=False))):
         groups = Gives.GROUPS in CACHES[setting.cache.kind].gives
-        if judged_by_target(text) == "sparse" and (device.kernels != "mosaic_gpu" or not groups):
+        if last_level(text) == "sparse" and (device.kernels != "mosaic_gpu" or not groups):
             lacks = "has no kernel for its verifications there" if groups else "needs the int8 cache"
             left_out.append(f"{text} {lacks}")
             continue
         rows.append(_fastest(planner, text, setting, context, batch, GAMMAS if gamma is None else [gamma]))
     # Rows begin with that without a draft.
     best = min(rows, key=lambda row: row.ms_per_token * (1 - MIN_SAVING if row is rows[0] else 1))
-    same = device.kind == setting.device_kind
-    estimated = "" if device.measured and same else ", ESTIMATES,"
-    named = "" if same else f" for {setting.device_kind!r}"
-    where = f"stored costs of the {device.name}{named}{estimated} at {context:,} tokens, batch {batch}, {setting.cache.kind} cache"
     compared = ", ".join(_shown(row) for row in rows)
-    reason = f"draft {AUTO}: {_with_gamma(_settled(best), best.gamma)}, by {where}; expected ms a token: {compared}"
+    chosen, where = _with_gamma(_settled(best), best.gamma), _where(setting, device, context, batch)
+    reason = f"draft {AUTO}: {chosen}, by {where}; expected ms a token: {compared}"
     if best is rows[0]:
         left_out.insert(0, f"no draft saves {MIN_SAVING:.0%}")
     return DraftChoice(_settled(best), best.gamma, "; ".join([reason, *left_out]))
@@ -171,12 +168,18 @@ def choose_gammas(setting: Setting, draft: str, *, context: int | None, batch: i
         gamma = UNKNOWN[1] if gamma is None else gamma
         first_gamma, settled = (FIRST_GAMMA, with_first_gamma(draft, FIRST_GAMMA)) if first_gamma is None else (first_gamma, draft)
         return DraftChoice(settled, gamma, f"draft {draft}: {_gammas(gamma, first_gamma)}, the default, as {found}")
-    device = setting.costed()
-    estimated = "" if device.measured and device.kind == setting.device_kind else ", ESTIMATES,"
-    where = f"stored costs of the {device.name}{estimated} at {context:,} tokens, batch {batch}, {setting.cache.kind} cache"
+    where = _where(setting, setting.costed(), context, batch)
     rests = f"acceptance ASSUMED {found.acceptance:g}, inner acceptance ASSUMED {found.inner_acceptance:g}"
     expected = f"expected ms a token: {found.ms_per_token:.3g} ({rests})"
     return DraftChoice(_settled(found), found.gamma, f"draft {draft}: {_gammas(found.gamma, found.first_gamma)}, by {where}; {expected}")
+
+
+def _where(setting: Setting, device: Device, context: int, batch: int) -> str:
+    """Whose costs a choice is by, and at which sizes."""
+    same = device.kind == setting.device_kind
+    named = "" if same else f" for {setting.device_kind!r}"
+    estimated = "" if device.measured and same else ", ESTIMATES,"
+    return f"stored costs of the {device.name}{named}{estimated} at {context:,} tokens, batch {batch}, {setting.cache.kind} cache"
 
 
 def _row_of_cascade(setting: Setting, draft: str, context: int | None, batch: int, gammas: Sequence[int]) -> PlannedRow | str:
@@ -200,7 +203,7 @@ def _fastest(planner: Planner, text: str, setting: Setting, context: int, batch:
     """The row of a draft with the best of these gammas, or the one that says why there is none."""
     drafts = outlined(parse_draft(text), outline(setting.model), lambda: outline(setting.model, int4=True))
     found = planner.drafted(text, drafts, setting.cache, context, batch, gammas)
-    return min(found, key=lambda row: row.ms_per_token or 0)
+    return found[0] if found[0].ms_per_token is None else min(found, key=lambda row: row.ms_per_token)
 
 
 def _settled(row: PlannedRow) -> str:

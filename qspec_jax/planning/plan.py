@@ -14,7 +14,7 @@ from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.prompts import bucket
 from qspec_jax.planning import timing
-from qspec_jax.planning.acceptance import GIVEN, keys_of, looks_up, regardless
+from qspec_jax.planning.acceptance import GIVEN, first_level, keys_of, regardless
 from qspec_jax.planning.devices import Device
 from qspec_jax.planning.operations import model_bytes, pass_work, prefill_work
 from qspec_jax.planning.plan_report import Best, Intensity, PlannedRow, Sizes, Status
@@ -135,7 +135,7 @@ def _refused(draft: str, cache: CacheConfig) -> InputError | None:
 def _check_proposing(given: Mapping[str, float], made: Mapping[str, tuple[OutlinedDraft, ...] | InputError | None]) -> None:
     """Raises InputError where none of the drafts that a share of rounds is given for could lack a proposal."""
     planned = [
-        (keys_of(looks_up(part), part, text), each.levels[0] if each.levels else each)
+        (keys_of(first_level(part), part, text), each.levels[0] if each.levels else each)
         for text, found in made.items()
         if isinstance(found, tuple)
         for part, each in zip(registry.texts_in(text), found, strict=True)

@@ -15,9 +15,9 @@ from qspec_jax.planning.acceptance import (
     PROPOSING,
     Chance,
     chance_of,
+    first_level,
     inner_chance_of,
-    judged_by_target,
-    looks_up,
+    last_level,
     regardless,
 )
 from qspec_jax.planning.devices import Device
@@ -178,15 +178,15 @@ class Planner:
             return found.rate
 
         for i, (text, each) in enumerate(zip(texts, drafts, strict=True)):
-            judged = judged_by_target(text)
+            judged = last_level(text)
             acceptance = chance_of(judged, self.acceptances, ACCEPTANCE, text, whole)
             if acceptance is None:
                 return f"--acceptance {registry.name_of(judged)}"
             if each.levels:
                 inner = inner_chance_of(text, self.inner, whole, by_target=self.inner_by_target)
                 if inner is None:
-                    return f"--inner-acceptance {registry.name_of(looks_up(text))}"
-                first = Asked(inner.rate, 1.0 if each.levels[0].always_proposes else share_of(looks_up(text), text))
+                    return f"--inner-acceptance {registry.name_of(first_level(text))}"
+                first = Asked(inner.rate, 1.0 if each.levels[0].always_proposes else share_of(first_level(text), text))
             share = 1.0 if each.always_proposes else share_of(text, text)
             reached.append(Asked(acceptance.rate, share))
             acceptances.append(acceptance)
