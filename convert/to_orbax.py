@@ -14,7 +14,7 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -123,17 +123,20 @@ def convert(
     nested = frozenset(filter(is_linear, opened.places)) if choice.linears == NESTED else frozenset()
     if nested and draft_bits == 4:
         raise InputError(f"weights {NESTED}: a draft reads their upper 4 bits; convert without one (--draft-bits 16)")
-    rounded = {}
+    nest = _rounded
     if nested and choice.calibration:
-        weights = load_model(folder, dtype=wanted, weights=weights, progress=progress).weights()
-        rounded = {path: jax.device_get(weights[path]) for path in nested}
+        calibrated = load_model(folder, dtype=wanted, weights=weights, progress=progress).weights()
+
+        def nest(path: str, weight: np.ndarray) -> NestedWeight:
+            return jax.device_get(calibrated[path])
+
     elif nested:
         log_nested(source)
     if has_tokenizer(folder) and (unread := tokenizer_problem(folder)):
         log.warning("%s; without it a conversion takes no text", unread)
     check = functools.partial(_check_places, folder, directory, overwrite)
     with written(directory, _bytes_needed(opened, jnp.dtype(wanted), draft_bits, packed, nested), check) as unfinished:
-        sha256, kept, arrays = _write(opened, unfinished, jnp.dtype(wanted), draft_bits, packed, nested, rounded, progress)
+        sha256, kept, arrays = _write(opened, unfinished, jnp.dtype(wanted), draft_bits, packed, nested, nest, progress)
         write_small_files(unfinished, opened.small_file)
         shapes = {path: place.shape for path, place in opened.places.items()}
         versions = {name: _version(name) for name in ("qspec-jax", "jax", "orbax-checkpoint", "safetensors")}
@@ -176,6 +179,10 @@ def _bytes_needed(source: WeightSource, dtype: jnp.dtype, draft_bits: int, packe
     return plain * dtype.itemsize + in_int4 * 5 // 8 + in_8_bits * 9 // 8 + drafted * 9 // 16
 
 
+def _rounded(path: str, weight: np.ndarray) -> NestedWeight:
+    return quantize_by_rows(weight, quantize_nested)
+
+
 def _write(
     source: WeightSource,
     directory: Path,
@@ -183,11 +190,11 @@ def _write(
     draft_bits: int,
     packed: Set[str],
     nested: Set[str],
-    rounded: Mapping[str, NestedWeight],
+    nest: Callable[[str, np.ndarray], NestedWeight],
     progress: bool | None,
 ) -> tuple[dict, dict, dict]:
-    """Writes the weights of the target, and of the draft; returns the manifest's `sha256`, `written` and `packed`. rounded: nested weights
-    that are there already."""
+    """Writes the weights of the target, and of the draft; returns the manifest's `sha256`, `written` and `packed`. nested: the paths of
+    weights that `nest` puts into 8 bits."""
     from orbax.checkpoint import v1 as ocp
 
     context = ocp.Context()
@@ -224,7 +231,7 @@ def _write(
             weight = stored.astype(dtype, copy=False)
             source.examine(path, weight)
             if path in nested:
-                weight = rounded[path] if path in rounded else quantize_by_rows(weight, quantize_nested)
+                weight = nest(path, weight)
                 written[TARGET][path], arrays[path] = converted.digest(weight), converted.described(weight)
                 return weight
             written[TARGET][path] = sha256[path] if weight is stored else converted.digest(weight)

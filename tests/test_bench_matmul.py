@@ -63,8 +63,6 @@ def test_the_kernels_take_every_shape(monkeypatch, implementation):
     monkeypatch.setattr(triton, "no_triton", lambda: None)
 
     def reason(shape):
-        if implementation == "triton" and shape.planes == 2:
-            return "does not multiply by weights in nested"
         return "supports up to 16 rows" if implementation == "triton" and shape.rows > 16 else None
 
     for shape in SHAPES.values():

@@ -1,5 +1,6 @@
 """The GPU kernels of coded_matmul against float32, and what they do not take."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -54,7 +55,7 @@ multiply = jax.jit(coded_matmul, static_argnames="implementation")
 
 
 def kernel(implementation: str, *args) -> Callable:
-    """int4_matmul by that implementation; skips the test where this machine cannot run it, and fails where it should."""
+    """coded_matmul by that implementation; skips the test where this machine cannot run it, and fails where it should."""
     skip_or_fail(implementation, unsupported(*args, implementation))
     return functools.partial(multiply, implementation=implementation)
 
@@ -144,10 +145,10 @@ def test_mosaic_plans_fit(rows, group_size):
 @pytest.mark.parametrize("kilobytes", [99, 163, 227])
 @pytest.mark.parametrize("rows", [1, 8, 9, 16])
 @pytest.mark.parametrize("groups", [1, 2, 7, 32, 64, 86, 112, 256])
-@pytest.mark.parametrize("group_size", GROUP_SIZES)
-def test_triton_plans_cover_every_group_and_fit(monkeypatch, group_size, groups, rows, kilobytes):
+@pytest.mark.parametrize(("group_size", "lower_steps"), [*((size, None) for size in GROUP_SIZES), (128, 16)])
+def test_triton_plans_cover_every_group_and_fit(monkeypatch, group_size, lower_steps, groups, rows, kilobytes):
     monkeypatch.setattr(triton, "shared_memory", lambda: kilobytes * 1024)
-    plan = triton.Plan(rows, groups, (4096, 1024, 48), group_size=group_size)
+    plan = triton.Plan(rows, groups, (4096, 1024, 48), group_size=group_size, lower_steps=lower_steps)
     configs = plan.candidates()
     assert configs[0] == plan.default() == plan.configured(None).config and len(configs) == len(set(configs))
     for config in configs:
@@ -356,6 +357,19 @@ def test_nested_equals_float32(rows, inputs, outputs):
         assert max(relative_error(part, x, weight) for part, weight in zip(separate(y, weights), weights)) <= 5e-3
         first = np.asarray(y)
         np.testing.assert_array_equal(np.asarray(many_rows(x[-1:], weights)), first[-1:])
+
+
+@gpu
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), with_rows([1, 7, 16, 3], SHAPES))
+def test_nested_through_triton_equals_float32(rows, inputs, outputs):
+    for group_size, steps, outliers in ((128, 16, True), (128, 8, False), (64, 16, False), (32, 8, True)):
+        if inputs % group_size:
+            continue
+        weights = (nested_weight(out, inputs, i, group_size) for i, out in enumerate(outputs))
+        weights = tuple(dataclasses.replace(weight, steps=steps) for weight in weights)
+        x = activations(rows, inputs, outliers)
+        y = kernel("triton", x, weights)(x, weights)
+        assert max(relative_error(part, x, weight) for part, weight in zip(separate(y, weights), weights)) <= 5e-3
 
 
 def test_what_the_nested_kernel_does_not_take(monkeypatch):

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
 from pallas_kernels.gpu.launch import lowered_once, varying_as
 from pallas_kernels.matmul import reference
-from pallas_kernels.matmul.mosaic_plain_plan import MAX_EXACT_INPUTS, MAX_OUTPUTS, MAX_ROWS, STEP, TILE, Plan
+from pallas_kernels.matmul.mosaic_plain_plan import INPUT_MULTIPLE, MAX_EXACT_INPUTS, MAX_OUTPUTS, MAX_ROWS, TILE, Plan
 from pallas_kernels.matmul.support import unsupported_skinny
 from pallas_kernels.matmul.transforms import transformable
 
@@ -25,7 +25,7 @@ def unsupported(x: Array, weights: Sequence[Array], *, dtype: DTypeLike) -> str 
         return reason
     if others := {jnp.dtype(a.dtype).name for a in (x, *weights)} - {"bfloat16"}:
         return f"needs activations and weights in bfloat16, not {', '.join(sorted(others))}"
-    if reason := unsupported_skinny(x, weights, dtype, max_rows=MAX_ROWS, inputs=STEP, outputs=TILE):
+    if reason := unsupported_skinny(x, weights, dtype, max_rows=MAX_ROWS, inputs=INPUT_MULTIPLE, outputs=TILE):
         return reason
     if jnp.dtype(dtype) == jnp.float32 and x.shape[-1] > MAX_EXACT_INPUTS:
         return f"gives float32 of up to {MAX_EXACT_INPUTS} inputs, not {x.shape[-1]}"

@@ -12,14 +12,16 @@ from pallas_kernels.gpu.launch import RESERVED_BYTES, SHARED_BYTES
 
 PRODUCT_ROWS = 64  # that one product of the tensor cores takes (wgmma's M)
 MAX_ROWS = 2 * PRODUCT_ROWS
-STEP = 128  # inputs come in multiples of these
-STEPS = 256, 128, 64  # inputs that a block multiplies at once: the more that enough slots have room for, as runs of memory are read faster
+INPUT_MULTIPLE = 128  # inputs come in multiples of these
+# Inputs that a block multiplies at once: the more that enough slots have room for, as runs of memory are read faster.
+STEP_SIZES = 256, 128, 64
 TILE = 8  # rows and outputs come in multiples of these
 MAX_OUTPUTS = 224  # of a block: float32 accumulators of 64 rows fit in a warpgroup's registers, and three slots in shared memory
 # Tensor cores cut off what they add to an accumulator, and there is one for all inputs: of more of them bfloat16 alone is exact enough.
 MAX_EXACT_INPUTS = 14336
 ITEM_BYTES = 2
 ENOUGH_SLOTS = 3
+RESIDENT, FEWEST = 2, 1.5  # blocks on a multiprocessor where weights come first: how many have room, and how many there should be
 # Shared memory that is left to a block of another kernel, where that leaves enough slots. In a CUDA graph whose kernels run at the same
 # time (`SpeCache.compiler_options`) blocks of `mosaic_choice` may be there already; one that finds no room beside them waits for their end.
 OTHERS_BYTES = 20 * 1024
@@ -57,10 +59,11 @@ class Plan:
     @functools.cached_property
     def weights_first(self) -> bool:
         """Whether weights are the first operand of products, so that few rows take little of the tensor cores' time. Then a block has
-        `PRODUCT_ROWS` outputs of each weight, and two are resident on a multiprocessor: for a gated pair that keeps all of these busy."""
+        `PRODUCT_ROWS` outputs of each weight, and two are resident on a multiprocessor: for a gated pair whose blocks fill most of
+        these places, and need no more."""
         blocks = math.ceil(self.outputs[0] / PRODUCT_ROWS)
-        fits = ENOUGH_SLOTS * (self.tiled_rows + 2 * PRODUCT_ROWS) * STEP * ITEM_BYTES <= SHARED_BYTES // 2 - RESERVED_BYTES
-        return self.gated and fits and self.outputs[0] >= PRODUCT_ROWS and 1.5 * self.at_once <= blocks <= 2 * self.at_once
+        fits = ENOUGH_SLOTS * (self.tiled_rows + 2 * PRODUCT_ROWS) * INPUT_MULTIPLE * ITEM_BYTES <= SHARED_BYTES // 2 - RESERVED_BYTES
+        return self.gated and fits and self.outputs[0] >= PRODUCT_ROWS and FEWEST * self.at_once <= blocks <= RESIDENT * self.at_once
 
     @functools.cached_property
     def shares(self) -> tuple[int, ...]:
@@ -96,9 +99,11 @@ class Plan:
     def step(self) -> int:
         """Inputs that a block multiplies at once."""
         if self.weights_first:
-            return STEP
-        fitting = (step for step in STEPS if self.inputs % step == 0 and self._slots(step, SHARED_BYTES - OTHERS_BYTES) >= ENOUGH_SLOTS)
-        return next(fitting, STEP)
+            return INPUT_MULTIPLE
+        fitting = (
+            step for step in STEP_SIZES if self.inputs % step == 0 and self._slots(step, SHARED_BYTES - OTHERS_BYTES) >= ENOUGH_SLOTS
+        )
+        return next(fitting, INPUT_MULTIPLE)
 
     @property
     def steps(self) -> int:
@@ -109,7 +114,7 @@ class Plan:
         """Steps that are in shared memory or on their way there: the most that leave `OTHERS_BYTES` free, or, where these are too few, the
         most that fit."""
         if self.weights_first:
-            return min(self.steps, self._slots(STEP, SHARED_BYTES // 2))
+            return min(self.steps, self._slots(INPUT_MULTIPLE, SHARED_BYTES // 2))
         slots = self._slots(self.step, SHARED_BYTES - OTHERS_BYTES)
         return min(self.steps, slots if slots >= ENOUGH_SLOTS else self._slots(self.step, SHARED_BYTES))
 

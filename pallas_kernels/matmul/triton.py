@@ -1,4 +1,4 @@
-"""INT4 matmul through jax-triton, for NVIDIA GPUs from Ampere on, for few rows: the weights are read once.
+"""Matmul with INT4 or nested weights through jax-triton, for NVIDIA GPUs from Ampere on, for few rows: the weights are read once.
 
 A program keeps the activations that it has room for, and goes through tiles of outputs of all weights, whose codes, scales and
 zeros are copied some tiles ahead. Where there are more inputs than a program can keep, others have the next slice of them, and XLA
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import multiprocessors, no_triton, shared_memory
-from pallas_kernels.formats.weights import Int4Weight
+from pallas_kernels.formats.weights import Int4Weight, NestedWeight, upper_plane
 from pallas_kernels.matmul import support
 from pallas_kernels.matmul.support import GROUP_SIZE, GROUP_SIZES, OUTPUTS
 
@@ -36,7 +36,7 @@ class Config:
     num_stages: int
 
 
-def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:
+def unsupported(x: Array, weights: Sequence[Int4Weight | NestedWeight]) -> str | None:
     if reason := no_triton():
         return reason
     if len(weights) > MAX_WEIGHTS:
@@ -44,7 +44,9 @@ def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:
     return support.unsupported(x, weights, group_sizes=GROUP_SIZES)
 
 
-def coded_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight], *, config: Config | None = None) -> Float[Array, "*rows out"]:
+def coded_matmul(
+    x: Float[Array, "*rows in"], weights: Sequence[Int4Weight | NestedWeight], *, config: Config | None = None
+) -> Float[Array, "*rows out"]:
     import jax_triton
 
     from pallas_kernels.matmul import triton_kernel
@@ -55,7 +57,7 @@ def coded_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight], *, 
     ends = [sum(plan.outputs[: i + 1]) // plan.config.tile for i in range(MAX_WEIGHTS)]
     y = jax_triton.triton_call(
         x.reshape(plan.rows, -1),
-        *[array for weight in places for array in (weight.codes, weight.scale, weight.zero)],
+        *[array for weight in places for array in _arrays(weight)],
         kernel=triton_kernel.multiply,
         name="int4_matmul",
         out_shape=jax.ShapeDtypeStruct((plan.slices, plan.rows, sum(plan.outputs)), x.dtype if plan.slices == 1 else jnp.float32),
@@ -72,10 +74,16 @@ def coded_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight], *, 
         TILES=ends[2],
         TILE=plan.config.tile,
         STAGES=plan.config.num_stages,
-        ZERO_POINTS=weights[0].has_zero_points,
+        ZERO_POINTS=upper_plane(weights[0]).has_zero_points,
+        STEPS=plan.lower_steps or 0,
     )
     y = y[0] if plan.slices == 1 else y.sum(0).astype(x.dtype)
     return y.reshape(*x.shape[:-1], -1)
+
+
+def _arrays(weight: Int4Weight | NestedWeight) -> tuple[Array, Array, Array, Array]:
+    upper = upper_plane(weight)
+    return upper.codes, upper.scale, upper.zero, weight.lower if isinstance(weight, NestedWeight) else upper.codes
 
 
 def max_warps(groups: int, tile: int) -> int:
@@ -93,6 +101,7 @@ class Plan:
         outputs: the number of each weight's outputs.
         config: how the work is divided.
         group_size: inputs of a group.
+        lower_steps: see `support.Parameters`.
     """
 
     rows: int
@@ -100,11 +109,13 @@ class Plan:
     outputs: tuple[int, ...]
     config: Config = Config(2, OUTPUTS, num_warps=1, num_stages=3)
     group_size: int = GROUP_SIZE
+    lower_steps: int | None = None
 
     @classmethod
-    def of(cls, x: Array, weights: Sequence[Int4Weight]) -> "Plan":
-        _, groups, half = weights[0].codes.shape
-        return cls(math.prod(x.shape[:-1]), groups, tuple(weight.shape[0] for weight in weights), group_size=2 * half)
+    def of(cls, x: Array, weights: Sequence[Int4Weight | NestedWeight]) -> "Plan":
+        groups, kind = upper_plane(weights[0]).codes.shape[1], support.parameters_of(weights[0])
+        shape = math.prod(x.shape[:-1]), groups, tuple(weight.shape[0] for weight in weights)
+        return cls(*shape, group_size=kind.group_size, lower_steps=kind.lower_steps)
 
     def configured(self, config: Config | None) -> "Plan":
         """The plan with this configuration, or the default."""
@@ -166,9 +177,11 @@ class Plan:
 
     @property
     def shared_bytes(self) -> int:
-        """The activations, what is on its way of tiles (a half-byte code of each input; scales and zeros), and the warps' sums."""
+        """The activations, what is on its way of tiles (a half-byte code of each input in each plane; scales and zeros), and the warps'
+        sums."""
         activations = self.config.groups * self.block_rows * self.group_size * 2
-        codes = self.config.groups * self.config.tile * (self.group_size // 2 + 2 + 2)
+        planes = 1 if self.lower_steps is None else 2
+        codes = self.config.groups * self.config.tile * (planes * self.group_size // 2 + 2 + 2)
         return activations + (self.config.num_stages - 1) * codes + self.config.num_warps * self.config.tile * self.block_rows * 4
 
     @property

@@ -75,11 +75,11 @@ def load_head(directory: str | Path, target: Llama, *, dtype: str | None = None)
 
 def weights_of_target(settings: Eagle3Config, target: Llama, dtype: jnp.dtype) -> dict[str, Weight]:
     """The target's embedding and head, by their paths, as far as a head with these settings may use them as its own."""
-    if settings.layers.hidden_size != settings.target_hidden_size:
+    if not settings.may_share_embedding:
         return {}
     embedding = target.embedding.get_value()
     found = {"embedding": embedding}
-    if settings.has_whole_vocabulary:
+    if settings.may_share_head:
         found["head"] = embedding if target.head is None else target.head.get_value()
     return {path: _cast(weight, dtype) for path, weight in found.items()}
 

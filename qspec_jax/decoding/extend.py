@@ -126,8 +126,7 @@ def _with_features(
     end: Int[Array, "B"],
 ) -> Float[Array, "B W F"]:
     """The features with those of a pass's tokens, before position read[b], each where `Taps.of_prompt` has it in rows of end[b] tokens."""
-    columns = positions - jnp.maximum(end - features.shape[1], 0)[:, None]
-    columns = jnp.where(positions < taps.first, positions, jnp.where(columns < taps.first, features.shape[1], columns))
+    columns = taps.of_width(features.shape[1]).columns(positions, end)
     columns = jnp.where(positions < read[:, None], columns, features.shape[1])
     return jax.vmap(lambda row, new, at: row.at[at].set(new, mode="drop"))(features, seen.astype(features.dtype), columns)
 

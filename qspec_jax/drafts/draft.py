@@ -50,6 +50,16 @@ class Taps:
         left_out = jnp.maximum(n - len(column), 0)[:, None]
         return jnp.where(column < self.first, column, column + left_out)
 
+    def columns(self, positions: Int[Array, "B T"], n: Int[Array, "B"]) -> Int[Array, "B T"]:
+        """Where `of_prompt` has these positions of a prompt of n[b] tokens; first + last for those that it leaves out."""
+        width = self.first + self.last
+        of_last = positions - jnp.maximum(n - width, 0)[:, None]
+        return jnp.where(positions < self.first, positions, jnp.where(of_last < self.first, width, of_last))
+
+    def of_width(self, width: int) -> Self:
+        """The taps of features of this many tokens, of which the `first` are as they are."""
+        return dataclasses.replace(self, last=width - self.first)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -109,26 +109,26 @@ class Eagle3Draft(Draft):
     def begin_again(self, state: HeadState, prompt: Prompt, unchanged: Int[Array, "B"]) -> HeadState:
         return where_rows(prompt.n > unchanged, self._begun(prompt, state.kept, unchanged), state)
 
-    def _begun(self, prompt: Prompt, kept: KeptFeatures, begin: Int[Array, "B"]) -> HeadState:
-        """The state of rows that have read their tokens from begin[b] on. kept: features of those before."""
+    def _begun(self, prompt: Prompt, kept: KeptFeatures, first_new: Int[Array, "B"]) -> HeadState:
+        """The state of rows that have read their tokens from first_new[b] on. kept: features of those before."""
 
-        def begun(prompt: Prompt, kept: KeptFeatures, begin: Int[Array, "B"]) -> HeadState:
-            return self._read(prompt, self._with_features(kept, prompt, begin))
+        def of_rows(prompt: Prompt, kept: KeptFeatures, first_new: Int[Array, "B"]) -> HeadState:
+            return self._read(prompt, self._with_features(kept, prompt, first_new))
 
-        def row(args: tuple) -> HeadState:
-            return jax.tree.map(lambda x: x[0], begun(*jax.tree.map(lambda x: x[None], args)))
+        def of_row(args: tuple) -> HeadState:
+            return jax.tree.map(lambda x: x[0], of_rows(*jax.tree.map(lambda x: x[None], args)))
 
-        args = dataclasses.replace(prompt, cache=None, queries=(), num_queries=None), kept, begin
+        args = dataclasses.replace(prompt, cache=None, queries=(), num_queries=None), kept, first_new
         # One row after the other: the attention of a window takes far more memory than the window.
-        return begun(*args) if len(begin) == 1 else lax.map(row, args)
+        return of_rows(*args) if len(first_new) == 1 else lax.map(of_row, args)
 
     def _with_features(self, kept: KeptFeatures, prompt: Prompt, begin: Int[Array, "B"]) -> KeptFeatures:
         """The features with those of a prompt's tokens from begin[b] on."""
         if prompt.features is None:
             return kept
-        last = prompt.features.shape[1] - self.sinks
-        positions = dataclasses.replace(self.taps, last=last).of_prompt(prompt.n)
-        return kept.put(self.head.fused(prompt.features), positions, begin, jnp.maximum(prompt.n - last, begin), prompt.n)
+        taps = self.taps.of_width(prompt.features.shape[1])
+        start = jnp.maximum(prompt.n - taps.last, begin)
+        return kept.put(self.head.fused(prompt.features), taps.of_prompt(prompt.n), begin, start, prompt.n)
 
     def _read(self, prompt: Prompt, kept: KeptFeatures) -> HeadState:
         """The state of rows whose window is read at once: the first pairs and the most recent ones whose features are kept."""

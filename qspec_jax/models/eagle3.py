@@ -59,6 +59,16 @@ class Eagle3Config:
         """Whether the head predicts every token of the target."""
         return self.draft_vocab_size == self.layers.vocab_size
 
+    @property
+    def may_share_embedding(self) -> bool:
+        """Whether the target's embedding has the shape of the head's own."""
+        return self.layers.hidden_size == self.target_hidden_size
+
+    @property
+    def may_share_head(self) -> bool:
+        """Whether what makes the target's logits has the shape of the head's own."""
+        return self.may_share_embedding and self.has_whole_vocabulary
+
 
 class Eagle3Head(nnx.Module):
     """The head's weights, and a functional forward pass.

@@ -63,10 +63,11 @@ def head_memory(draft: Eagle3Draft, *, batch: int, appended: int) -> int:
     """Bytes of the head's own weights, which are those that are not the target's, of its keys and values, and of the features that it
     keeps. appended: tokens that a round appends to the keys and values."""
     head, settings = draft.head, draft.head.settings
-    weights, same_width = dict(head.weights()), settings.layers.hidden_size == settings.target_hidden_size
-    if same_width:  # the embedding is the target's, see `load_head`
+    weights = dict(head.weights())
+    # What may be the target's is taken to be, see `load_head`.
+    if settings.may_share_embedding:
         weights.pop("embedding")
-    if same_width and settings.has_whole_vocabulary and not isinstance(weights["head"], Int8Weight):
+    if settings.may_share_head and not isinstance(weights["head"], Int8Weight):
         weights.pop("head")
     held = Reads(0, 0, draft.sinks + draft.window + tokens_of_sinks(draft.sinks) + appended)
     features = ITEM_BYTES * (draft.taps.first + draft.taps.last) * head.config.hidden_size
