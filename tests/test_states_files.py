@@ -1,5 +1,6 @@
 """Files of states: damaged, killed, of a full disk, and made up; each time the old state or the new one, or one sentence."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -23,8 +24,11 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.reading import extend, prefill
 from qspec_jax.decoding.saving import load_state, save_state
+from qspec_jax.drafts.cascade import FIRST_GAMMA
+from qspec_jax.drafts.registry import with_first_gamma
 from qspec_jax.errors import InputError
 from qspec_jax.files import UNLOCKED
+from qspec_jax.planning.choice import DraftChoice
 from qspec_jax.states import file
 
 TEXT = random_prompts([100])[0]
@@ -257,3 +261,32 @@ print(json.dumps([found.token_ids, dataclasses.asdict(found.stats.rows[0])]))
     here = generate(model, found, config=SETTINGS)
     assert json.loads(out) == [here.token_ids, vars(here.stats.rows[0])]
     assert here.stats.num_accepted_draft_tokens
+
+
+CASCADE = "cascade:first=prompt-lookup,middle=quantspec"
+
+
+@pytest.mark.parametrize(("draft", "stored"), [("eagle3:model=random,window=9", None), (f"{CASCADE},first_gamma={FIRST_GAMMA}", CASCADE)])
+def test_a_file_of_the_version_before_goes_on(model, tmp_path, monkeypatch, draft, stored):
+    """It has no features that a head kept; and of a cascade that left it open, the number of drafts that was the default then."""
+
+    def choose_gammas(setting, draft, **sizes):
+        return DraftChoice(with_first_gamma(draft, FIRST_GAMMA + 1), 3, "another number")
+
+    config = dataclasses.replace(SETTINGS, draft=draft)
+    state = prefill(model, TEXT[:40], config=config, room=60)
+    save_state(state, path := tmp_path / "state")
+    expected = generate(model, state, config=config).token_ids
+
+    def as_before(header, arrays):
+        header["format"] = 2
+        if stored:
+            header["settings"]["draft"] = stored
+        for name in [name for name in arrays if ".kept." in name]:
+            del arrays[name]
+
+    rewritten(path, as_before)
+    monkeypatch.setattr("qspec_jax.decoding.resolve.choose_gammas", choose_gammas)
+    again = load_state(path, model)
+    assert again.reader.settings["draft"] == draft
+    assert generate(model, again, config=config).token_ids == expected
