@@ -130,6 +130,14 @@ def test_weights_are_calibrated_on_a_text(tmp_path, caplog):
         load_model(demo.MODEL, weights=f"nested:calibration={tmp_path / 'none.txt'}")
 
 
+def test_the_ends_of_a_range_err_no_more_than_what_is_within():
+    """In a checkpoint that was quantized before, many weights are there."""
+    weight = np.random.default_rng(0).normal(size=(512, 128)).astype(np.float32)
+    squared = np.square(errors(weight, quantize_nested(jnp.asarray(weight))))
+    ends = (weight == weight.min(1, keepdims=True)) | (weight == weight.max(1, keepdims=True))
+    assert squared[ends].mean() < 1.2 * squared[~ends].mean()
+
+
 def test_a_long_text_is_calibrated_on_in_pieces_spread_over_it(tmp_path, monkeypatch, caplog):
     text = tmp_path / "text.py"
     text.write_text(Path(dataclasses.__file__).read_text()[:4000])

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import simulated_devices
+from checkpoints import hf_config
 from conversions import bits
 from quantized_checkpoints import awq, compressed, gptq, make_quantized, write_model, write_quantized
 from read_checkpoints import edit_json
@@ -24,6 +25,7 @@ from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.huggingface import Source
 from qspec_jax.checkpoints.info import model_info
 from qspec_jax.checkpoints.loading import config_and_dtype, load_model, planned_config
+from qspec_jax.checkpoints.weights_text import WeightsChoice
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.drafts.step_bytes import weight_bytes
 from qspec_jax.errors import InputError, warn_once
@@ -115,6 +117,25 @@ def test_weights_with_zero_points_and_small_groups_stay_packed_by_default(name, 
     convert(tmp_path / "hf", tmp_path / "out", progress=False)
     assert planned_config(tmp_path / "out").int4_group_size == config.int4_group_size == (None if group_size == 128 else group_size)
     assert model_bytes(dataclasses.replace(config, dtype="bfloat16")) == sum(x.nbytes for x in jax.tree.leaves(model.weights()))
+
+
+def test_plans_are_of_the_weights_that_are_chosen(tmp_path):
+    write_128(tmp_path / "hf")
+    write_model(tmp_path / "plain", hf_config(), {})
+    for source, text in [("hf", "packed"), ("hf", "dequantized"), ("hf", "nested"), ("plain", "nested:head_bits=8")]:
+        config = planned_config(tmp_path / source, WeightsChoice.parse(text))
+        found = config.int4_weights, config.nested_weights, config.int8_head
+        assert found == (text == "packed", text.startswith("nested"), text.endswith("=8"))
+        if source == "hf":
+            loaded = load_model(tmp_path / source, weights=text)
+            assert model_bytes(config) == sum(x.nbytes for x in jax.tree.leaves(loaded.weights()))
+    with pytest.raises(InputError, match="which stay in INT4; plan without packed weights"):
+        planned_config(tmp_path / "plain", WeightsChoice.parse("packed"))
+    convert(tmp_path / "hf", tmp_path / "out", weights="nested", progress=False)
+    assert planned_config(tmp_path / "out").nested_weights
+    assert not planned_config(tmp_path / "out", WeightsChoice.parse("dequantized")).nested_weights
+    with pytest.raises(InputError, match="its weights are stored nested; convert the checkpoint again with packed weights"):
+        planned_config(tmp_path / "out", WeightsChoice.parse("packed"))
 
 
 def test_plans_and_info_count_the_bytes_of_packed_weights(tmp_path):

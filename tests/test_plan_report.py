@@ -213,6 +213,20 @@ def test_the_command_prints_tables_and_json(run):
     assert all(row["memory"]["weights"] == model_bytes(LLAMA_7B) for row in found["rows"])
 
 
+def test_a_shape_is_planned_with_the_weights_that_are_chosen(run, fails):
+    """An 8B model with 128k tokens fits a card of 24 GB."""
+    arguments = "plan", "--arch", "llama-3.1-8b", "--device", "rtx4090", "--context", 131072, "--draft", "quantspec", "--json"
+    config = dataclasses.replace(architecture("llama-3.1-8b"), nested_weights=True, int8_head=True)
+    code, out, _ = run(*arguments, "--weights", "nested:head_bits=8")
+    found = json.loads(out)
+    assert code == 0 and found["weight_bytes"] == model_bytes(config) < 0.6 * model_bytes(architecture("llama-3.1-8b"))
+    assert "linear layers nested in 8 bits, head in INT8" in found["model"]
+    memory = {row["draft"]: sum(row["memory"][part] for part in ("weights", "draft", "cache", "besides")) for row in found["rows"]}
+    assert memory["quantspec"] < 21e9 and {row["status"] for row in found["rows"] if row["draft"] == "quantspec"} == {"planned"}
+    fails((*arguments, "--weights", "nested:calibration=x"), "needs a trained checkpoint")
+    fails((*arguments, "--weights", "int8"), "weights 'int8' should be one of packed, dequantized, nested")
+
+
 def test_contexts_that_are_not_given_are_those_that_the_model_has_positions_for(run, tmp_path):
     """As --help and docs/plan.md say; a known shape has positions for more."""
     (tmp_path / "config.json").write_text(json.dumps(hf_config(num_hidden_layers=1, max_position_embeddings=40000)))

@@ -13,6 +13,7 @@ from jaxtyping import Array, Key
 
 from pallas_kernels.formats.rounding import parameter_dtype
 from pallas_kernels.formats.weights import Int4Weight, NestedWeight
+from qspec_jax.checkpoints.weights_text import DEQUANTIZED, NESTED, PACKED, WeightsChoice
 from qspec_jax.errors import InputError
 from qspec_jax.models.block import Weight
 from qspec_jax.models.config import LlamaConfig
@@ -101,6 +102,17 @@ def architecture(name: str, layers: int | None = None) -> LlamaConfig:
     if config.experts is None:
         return config
     return dataclasses.replace(config, experts=dataclasses.replace(config.experts, layers=tuple(range(layers))))
+
+
+def with_weights(config: LlamaConfig, choice: WeightsChoice) -> LlamaConfig:
+    """The shape with linear layers in the format that is chosen for random weights. Raises InputError for what needs a checkpoint."""
+    if choice == WeightsChoice(DEQUANTIZED):
+        raise InputError("--weights dequantized needs a quantized checkpoint, which random weights are not; leave it out")
+    if choice.calibration:
+        raise InputError(
+            "--weights nested:calibration=FILE needs a trained checkpoint, which random weights are not; leave calibration out"
+        )
+    return dataclasses.replace(config, int4_weights=choice.linears == PACKED, nested_weights=choice.linears == NESTED)
 
 
 def check_gpu(name: str) -> None:

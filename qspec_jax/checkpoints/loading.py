@@ -23,7 +23,7 @@ from qspec_jax.checkpoints.quantized.formats import quantized_format
 from qspec_jax.checkpoints.source import WeightSource
 from qspec_jax.checkpoints.tensor_names import weight_shapes
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
-from qspec_jax.checkpoints.weights_text import DEQUANTIZED, NESTED, PACKED, WeightsChoice
+from qspec_jax.checkpoints.weights_text import AS_STORED, DEQUANTIZED, NESTED, PACKED, WeightsChoice
 from qspec_jax.errors import InputError, more_memory, reading, warn_once
 from qspec_jax.files import read_json
 from qspec_jax.models.config import LlamaConfig
@@ -184,6 +184,13 @@ def _stored_as(config: LlamaConfig, manifest: converted.Manifest, weights: str |
     return dataclasses.replace(with_packed(config, in_int4, _stored_group_size(manifest)), nested_weights=nested), packed
 
 
+def _check_stored(directory: Path, manifest: converted.Manifest, weights: str | None) -> None:
+    """Raises InputError for packed weights of a converted directory that has none."""
+    if weights == PACKED and (manifest.is_nested or not manifest.packed):
+        how = NESTED if manifest.is_nested else DEQUANTIZED
+        raise InputError(f"{directory}: its weights are stored {how}; convert the checkpoint again with {PACKED} weights")
+
+
 def _has_kernels(weight: Int4Weight) -> bool:
     """Whether kernels for bfloat16 can multiply by a weight."""
     return unsupported(jax.ShapeDtypeStruct((1, weight.in_features), jnp.bfloat16), [weight], group_sizes=GROUP_SIZES) is None
@@ -233,9 +240,7 @@ def _load_source(directory: Path, dtype: str | None, weights: str | None, mesh: 
 def _load_converted(directory: Path, dtype: str | None, weights: str | None, mesh: Mesh | None) -> Llama:
     config, manifest = config_and_manifest(directory)
     wanted = jnp.dtype(as_loaded(dtype or manifest.dtype))
-    if weights == PACKED and (manifest.is_nested or not manifest.packed):
-        how = NESTED if manifest.is_nested else DEQUANTIZED
-        raise InputError(f"{directory}: its weights are stored {how}; convert the checkpoint again with {PACKED} weights")
+    _check_stored(directory, manifest, weights)
     config, packed = _stored_as(config, manifest, weights)
     is_nested = weights == NESTED and not packed
     if is_nested:
@@ -373,22 +378,34 @@ def outline_model(directory: str | Path, *, dtype: str | None = None, weights: s
     return model if WeightsChoice.parse(weights).head_bits == 16 else jax.eval_shape(quantize_head, model)
 
 
-def planned_config(directory: str | Path) -> LlamaConfig:
-    """The config of the model that is loaded from a checkpoint by default, by its settings alone: its weights need not be there.
+def planned_config(directory: str | Path, choice: WeightsChoice = AS_STORED) -> LlamaConfig:
+    """The config of the model that is loaded from a checkpoint, by its settings alone: its weights need not be there.
 
-    A log line says of a quantized one whether it is planned in INT4. Raises InputError as `load_config`.
+    A log line says of a quantized one whether it is planned in INT4.
+
+    Args:
+        directory: see `load_model`.
+        choice: how its weights are loaded.
+
+    Raises:
+        InputError: as `load_config`, and for packed weights of a checkpoint whose settings do not say that it has any.
     """
     config, directory = load_config(directory), local(directory)
-    if is_gguf(directory):
-        _log_planned(directory, gguf_quantization(directory), False)
-        return config
     if converted.is_converted(directory):
         manifest = converted.read_manifest(directory)
-        return _stored_as(config, manifest, None)[0]
-    form = quantized_format(directory, read_json(directory / "config.json"))
-    size = form.kernel_group_size if form is not None and config.dtype in ("bfloat16", "float16") else None
-    _log_planned(directory, form and form.name, size is not None)
-    return dataclasses.replace(config, int4_weights=size is not None, int4_group_size=_config_group_size(size))
+        _check_stored(directory, manifest, choice.linears)
+        config = _stored_as(config, manifest, choice.linears)[0]
+    else:
+        in_gguf = is_gguf(directory)
+        form = None if in_gguf else quantized_format(directory, read_json(directory / "config.json"))
+        size = form.kernel_group_size if form is not None and config.dtype in ("bfloat16", "float16") else None
+        if choice.linears == PACKED and size is None:
+            raise InputError(f"{directory}: it is not known before its weights are read which stay in INT4; plan without {PACKED} weights")
+        in_int4 = size is not None and choice.linears in (None, PACKED)
+        _log_planned(directory, gguf_quantization(directory) if in_gguf else form and form.name, in_int4)
+        size = _config_group_size(size) if in_int4 else None
+        config = dataclasses.replace(config, int4_weights=in_int4, int4_group_size=size, nested_weights=choice.linears == NESTED)
+    return dataclasses.replace(config, int8_head=choice.head_bits == 8)
 
 
 def _log_planned(directory: Path, quantization: str | None, in_int4: bool) -> None:

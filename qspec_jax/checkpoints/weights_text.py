@@ -46,3 +46,13 @@ class WeightsChoice:
         if settings.calibration and name != NESTED:
             raise InputError(f"weights {text!r}: calibration is for {NESTED} weights; leave it out")
         return cls(name, settings.head_bits, settings.calibration or None)
+
+    def described(self, *, in_int4: bool) -> str:
+        """The formats of a model's weights, for after its name; empty where all are as they are stored. in_int4: whether linear layers are
+        said to be in INT4."""
+        nested = ["linear layers nested in 8 bits"] * (self.linears == NESTED)
+        parts = [*["linear layers in INT4"] * in_int4, *nested, *["head in INT8"] * (self.head_bits == 8)]
+        return "".join(f", {part}" for part in [*parts, "all else in bfloat16"]) if parts else ""
+
+
+AS_STORED = WeightsChoice()

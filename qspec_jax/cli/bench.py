@@ -13,12 +13,12 @@ import typer
 from qspec_jax import demo, reports
 from qspec_jax.bench import batch, decode, decode_rows, end_to_end, transformers_decode
 from qspec_jax.bench import drafts as drafts_bench
-from qspec_jax.bench.architectures import ARCHITECTURES, architecture, check_gpu, random_int4, random_model
+from qspec_jax.bench.architectures import ARCHITECTURES, architecture, check_gpu, random_int4, random_model, with_weights
 from qspec_jax.bench.decode_rows import check_gamma, select_gammas
 from qspec_jax.bench.simulated import rate_of_ratio, rates_of
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints import hub, huggingface, loading
-from qspec_jax.checkpoints.weights_text import DEQUANTIZED, NESTED, PACKED, WeightsChoice
+from qspec_jax.checkpoints.weights_text import WeightsChoice
 from qspec_jax.cli.bench_kernels import Repeats, kernels
 from qspec_jax.cli.bench_options import DRAFT, Arch, Gammas, Model, NewTokens, Texts, drafts_of, int4_of
 from qspec_jax.cli.bench_states import states_commands
@@ -162,13 +162,7 @@ def bench_decode(
     choice = WeightsChoice.parse(weights)
     shape = huggingface.load_config(model) if arch is None else architecture(arch, layers)
     if arch is not None or random_weights:
-        if choice == WeightsChoice(DEQUANTIZED):
-            raise InputError("--weights dequantized needs a quantized checkpoint, which random weights are not; leave it out")
-        if choice.calibration:
-            raise InputError(
-                "--weights nested:calibration=FILE needs a trained checkpoint, which random weights are not; leave calibration out"
-            )
-        shape = dataclasses.replace(shape, int4_weights=choice.linears == PACKED, nested_weights=choice.linears == NESTED)
+        shape = with_weights(shape, choice)
     check_positions("model", shape.max_length, "--context", max(contexts), max_new_tokens)
     for method in methods:
         CacheConfig.parse(method.cache).check(shape)
@@ -195,7 +189,7 @@ def bench_decode(
         return decode.run(
             name
             + ("" if layers is None else f", {layers} of {architecture(arch).num_layers} layers")
-            + _described(shape.int4_weights and (arch is not None or random_weights), choice)
+            + choice.described(in_int4=shape.int4_weights and (arch is not None or random_weights))
             + (", exact bits" if exact == BITS else ""),
             network,
             int4_of(network, random=arch is not None or random_weights),
@@ -211,13 +205,6 @@ def bench_decode(
         )
 
     measure_and_show(command, measure, output, as_json=as_json, plot=plot)
-
-
-def _described(in_int4: bool, choice: WeightsChoice) -> str:
-    """The formats of a model's weights, for after its name. in_int4: whether they are random, and linear layers are in INT4."""
-    nested = ["linear layers nested in 8 bits"] * (choice.linears == NESTED)
-    parts = [*["linear layers in INT4"] * in_int4, *nested, *["head in INT8"] * (choice.head_bits == 8)]
-    return "".join(f", {part}" for part in [*parts, "all else in bfloat16"]) if parts else ""
 
 
 @benchmarks.command("batch")

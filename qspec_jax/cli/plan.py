@@ -1,15 +1,17 @@
 """The command `qspec plan`."""
 
+import dataclasses
 from typing import Annotated
 
 import typer
 
 from pallas_kernels.attention.support import MAX_ROUND_TOKENS
 from qspec_jax import reports
-from qspec_jax.bench.architectures import ARCHITECTURES, architecture
+from qspec_jax.bench.architectures import ARCHITECTURES, architecture, with_weights
 from qspec_jax.caches.registry import CACHES
 from qspec_jax.checkpoints import loading
-from qspec_jax.cli.options import Json, Output, Plot
+from qspec_jax.checkpoints.weights_text import PACKED, WeightsChoice
+from qspec_jax.cli.options import Json, Output, Plot, WeightsOption
 from qspec_jax.drafts.registry import DRAFTS
 from qspec_jax.errors import InputError
 from qspec_jax.planning import plan as planning
@@ -86,6 +88,7 @@ def plan(
         int | None,
         typer.Option(help="New tokens of each row, which caches have room for: 640, or half the model's positions if they are fewer."),
     ] = None,
+    weights: WeightsOption = None,
     output: Output = None,
     plot: Plot = None,
     as_json: Json = False,
@@ -104,7 +107,11 @@ def plan(
     inner = parse_chances("--inner-acceptance", inner_acceptance or [], draft or list(DRAFTS), inner_level)
     shares = parse_chances("--proposing", proposing or [], draft or list(DRAFTS), first_level)
     found = find_device(device)
-    config = loading.planned_config(model) if arch is None else architecture(arch)
+    choice = WeightsChoice.parse(weights)
+    if arch is None:
+        config = loading.planned_config(model, choice)
+    else:
+        config = dataclasses.replace(with_weights(architecture(arch), choice), int8_head=choice.head_bits == 8)
     max_new_tokens = min(NEW_TOKENS, config.max_length // 2) if max_new_tokens is None else max_new_tokens
     longest = config.max_length - max_new_tokens
     if longest < 1:
@@ -116,7 +123,7 @@ def plan(
 
     def measure() -> reports.Report:
         return planning.plan(
-            arch or model,
+            f"{arch or model}{choice.described(in_int4=config.int4_weights and choice.linears == PACKED)}",
             config,
             found,
             contexts,

@@ -34,7 +34,7 @@ from qspec_jax.models.sharding import MODEL, divided_over, mesh_of, weight_shard
 # Shares of a group's range that are tried; what lies outside is clipped.
 CLIP_RATIOS = tuple(1 - i / 32 for i in range(17))
 REFITS = 2
-# Scales of nested weights that are tried, as shares of the least one whose 16 steps cover a group's range, and places of the range in them.
+# Scales of nested weights that are tried, as shares of the least one whose codes cover a group's range, and places of the range in them.
 # So no weight is clipped, which the target would suffer from.
 NESTED_SCALES, NESTED_PLACES = tuple(1 + i / 60 for i in range(5)), (0.0, 0.5, 1.0)
 # What is added to the diagonal of the inputs' second moments, as a share of its mean (GPTQ, section 3.3).
@@ -112,16 +112,20 @@ def _round_nested(groups: Array, scale: Array, zero: Array) -> Array:
 
 
 def _fit_range(groups: Float[Array, "out C G"], dtype) -> tuple[Array, Array]:
-    """The scale and zero [out, C, 1], values of `dtype`, whose 16 steps cover each group, with the least squared error of upper codes."""
+    """The scale and zero [out, C, 1], values of `dtype`, whose codes reach from the least to the largest of each group, with the least
+    squared error of upper codes."""
     low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
+    # From the first code of both planes to the last one. The ends of a group's range can then be codes: in a checkpoint that was quantized
+    # before, many weights are there.
+    reach = (16 * NEAREST_STEPS - 1) / NEAREST_STEPS
     # By how much a stored zero may be below what it should be.
     slack = jnp.finfo(dtype).eps * (jnp.maximum(jnp.abs(low), jnp.abs(high)) + (high - low) / 16)
-    least = jnp.maximum((high - low + slack) / 16, jnp.finfo(groups.dtype).tiny)
+    least = jnp.maximum((high - low + slack) / reach, jnp.finfo(groups.dtype).tiny)
 
     def attempt(i, best):
         scale = round_up(least * jnp.asarray(NESTED_SCALES, groups.dtype)[i // len(NESTED_PLACES)], dtype)
-        spare = jnp.maximum(16 * scale - (high - low) - slack, 0)
-        first = low + scale * ((LOWER_MIDDLE + 0.5) / NEAREST_STEPS)
+        spare = jnp.maximum(reach * scale - (high - low) - slack, 0)
+        first = low + scale * (LOWER_MIDDLE / NEAREST_STEPS)
         zero = round_down(first - jnp.asarray(NESTED_PLACES, groups.dtype)[i % len(NESTED_PLACES)] * spare, dtype)
         upper = _round_nested(groups, scale, zero) // NEAREST_STEPS
         # In units of a step, whose square stays within float32 whatever the weights.
