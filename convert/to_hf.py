@@ -63,9 +63,8 @@ def export(source: str | Path, directory: str | Path, *, progress: bool | None =
         check()
     config, manifest = config_and_manifest(source)
     if manifest.packed:
-        raise InputError(
-            f"{source}: its weights are in INT4, which export does not write; convert with dequantized weights and export that"
-        )
+        how = "nested in 8 bits" if manifest.is_nested else "in INT4"
+        raise InputError(f"{source}: its weights are {how}, which export does not write; convert with dequantized weights and export that")
     dtype = manifest.dtype
     tensors: dict[str, list[tuple[str, Place]]] = {}  # by the names of places: those of all experts of a layer are together
     for path, place in places(dataclasses.replace(config, wrapper=None)).items():

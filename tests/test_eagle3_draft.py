@@ -333,9 +333,9 @@ def test_rows_that_are_replaced_are_those_of_a_batch_of_one(directory, settings)
         ("eagle3:model=no/such", "no/such: no such directory"),
         ("eagle3:model={},window=0", "window 0 should be at least 1"),
         ("eagle3:model={},window=5000", "sinks 4 and window 5000 should together be at most the 4096 positions"),
-        ("cascade:first=(eagle3:model={}),middle=prompt-lookup", "draft middle should be one that only steps the target's own model"),
-        ("cascade:first=snapkv,middle=quantspec", "draft first should be prompt-lookup, small-model"),
-        ("cascade:first=quantspec,middle=retrieval", "should both be drafts that step the target's own cache"),
+        ("cascade:first=(eagle3:model={}),middle=prompt-lookup", "middle draft of a cascade should be one that only steps"),
+        ("cascade:first=snapkv,middle=quantspec", "the first draft of a cascade should be prompt-lookup, small-model"),
+        ("cascade:first=quantspec,middle=retrieval", "or both should be drafts that step the target's own cache"),
         ("cascade:first_gamma=16", "first_gamma 16 should be auto, or a whole number from 1 to 15"),
     ],
 )

@@ -148,7 +148,13 @@ def test_a_long_text_is_calibrated_on_in_pieces_spread_over_it(tmp_path, monkeyp
         pieces = loading._calibration_texts(demo.MODEL, str(text), None)
     count = -(-len(tokens) // 100)
     assert count > 6 and pieces == [tokens[at : at + 100] for at in (0, count // 3 * 100, 2 * count // 3 * 100)]
-    assert f"text.py: 3 of its {count} pieces of 100 tokens are calibrated on" in caplog.text
+    assert f"text.py: weights are rounded for 300 of its {len(tokens)} tokens" in caplog.text and "are few" not in caplog.text
+    text.write_text("import os")
+    loading._calibration_texts(demo.MODEL, str(text), None)
+    assert "tokens are few to calibrate on" in caplog.text
+    text.write_text("")
+    with pytest.raises(InputError, match=r"text\.py: has no tokens to calibrate on"):
+        loading._calibration_texts(demo.MODEL, str(text), None)
 
 
 def test_they_need_the_same_memory_wherever_they_come_from(checkpoint, tmp_path, monkeypatch):

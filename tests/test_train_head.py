@@ -159,7 +159,26 @@ def test_the_command_leaves_a_checkpoint(run, fails, directory, model, tmp_path)
     assert record["settings"]["window"] == 8 and record["covered_by_draft_vocab"] == 1
     loaded = load_head(output, model)
     assert loaded.settings.has_whole_vocabulary and loaded.taps == (0, 1)
-    fails([*command, "--layers", "0,1"], f"--output {output}", "holds a checkpoint")
+    fails([*command, "--layers", "0,1"], f"--output {output}", "holds a checkpoint, whose training is completed")
+
+
+def test_a_command_that_is_interrupted_says_how_it_goes_on(run, directory, model, tmp_path, monkeypatch):
+    output, text = tmp_path / "head", tmp_path / "text"
+    text.write_text(TEXT)
+
+    def step(self, *args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(HeadTrainer, "_step", step)
+    command = ["train", "head", "--model", directory, "--output", output, "--file", text, "--steps", 1, "--batch", 1, "--length", 24]
+    command += ["--window", 8, "--layers", "0,1"]
+    code, _, err = run(*command)
+    assert code == 130 and err.endswith("qspec: interrupted, before anything was saved\n")
+    (output / head.STATE).write_bytes(b"")
+    monkeypatch.setattr(HeadTrainer, "load", step)
+    assert run(*command)[2].endswith(f"qspec: interrupted; the same command goes on from {output / head.STATE}\n")
+    with pytest.raises(InputError, match="its training is not completed; `qspec train head` goes on with it"):
+        load_head(output, model)
 
 
 @pytest.mark.parametrize(
@@ -174,6 +193,7 @@ def test_the_command_leaves_a_checkpoint(run, fails, directory, model, tmp_path)
         (["--layers", "0,1", "--draft-vocab", 4097], ["--draft-vocab 4097", "4096 tokens"]),
         (["--layers", "0,1", "--length", 120], ["--file", "tokens", "--length 120"]),
         (["--layers", "0,1", "--window", 0], ["--window"]),
+        (["--layers", "0,1", "--window", 61], ["--window 61", "at most --length 60"]),
         (["--file", "missing.txt"], ["missing.txt"]),
         (["--model", "missing"], ["missing"]),
         (["--output", "TEXT"], ["--output", "text"]),
@@ -184,7 +204,7 @@ def test_mistakes(fails, directory, tmp_path, options, words):
     output, text = tmp_path / "head", tmp_path / "text"
     text.write_text(TEXT[:300])
     given = [text if option == "TEXT" else option for option in options]
-    command = ["train", "head", "--model", directory, "--output", output, "--file", text, "--length", 60, *given]
+    command = ["train", "head", "--model", directory, "--output", output, "--file", text, "--length", 60, "--window", 8, *given]
     fails(command, *words)
     assert not (output / "config.json").exists() and text.read_text() == TEXT[:300]
 

@@ -29,6 +29,7 @@ _IDS = "d2t"  # for each of the head's tokens the target's id less the head's
 # The same as a mask of the target's tokens, and buffers, which are computed here.
 _IGNORED = re.compile(r"t2d$|(.*\.)?rotary_emb\.inv_freq$")
 _INTEGERS = "I32", "I64"
+STATE = "state.safetensors"  # of a run that trains a head, until it is completed
 
 
 def load_head(directory: str | Path, target: Llama, *, dtype: str | None = None) -> Eagle3Head:
@@ -48,6 +49,8 @@ def load_head(directory: str | Path, target: Llama, *, dtype: str | None = None)
     wanted, directory = jnp.dtype(as_loaded(dtype or target.dtype.name)), local(directory)
     if is_gguf(directory):
         raise InputError(f"{directory}: is a model in GGUF; a head is read from a directory with config.json and safetensors")
+    if (directory / STATE).is_file() and not (directory / "config.json").exists():
+        raise InputError(f"{directory}: its training is not completed; `qspec train head` goes on with it")
     settings = load_head_config(directory, target.checkpoint_config)
     targets = weights_of_target(settings, target, wanted)
     if is_outline(target):

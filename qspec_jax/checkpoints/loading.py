@@ -34,6 +34,7 @@ from qspec_jax.quantization.calibration import MAX_TEXT_TOKENS, MAX_TOKENS, quan
 from qspec_jax.quantization.weights import groups_are_cut, is_linear, nest_weight, quantize_head, quantize_nested
 
 log = logging.getLogger(__name__)
+FEW_TOKENS = 1000  # of a text to calibrate on
 _LOADED_AS = ("bfloat16", "float32", "float64")
 
 
@@ -92,10 +93,14 @@ def _calibration_texts(directory: Path, file: str, mesh: Mesh | None) -> list[li
         text = Path(file).read_text(encoding="utf-8")
     tokens = load_tokenizer(directory)(text)["input_ids"]
     pieces = [tokens[i : i + MAX_TEXT_TOKENS] for i in range(0, len(tokens), MAX_TEXT_TOKENS)]
+    if not pieces:
+        raise InputError(f"{file}: has no tokens to calibrate on; give a text of some thousand tokens")
     used = min(len(pieces), MAX_TOKENS // MAX_TEXT_TOKENS)
-    if used < len(pieces):
-        log.info("%s: %d of its %d pieces of %d tokens are calibrated on", file, used, len(pieces), MAX_TEXT_TOKENS)
-    return [pieces[i * len(pieces) // used] for i in range(used)]
+    chosen = [pieces[i * len(pieces) // used] for i in range(used)]
+    log.info("%s: weights are rounded for %d of its %d tokens", file, sum(map(len, chosen)), len(tokens))
+    if len(tokens) < FEW_TOKENS:
+        log.warning("%s: %d tokens are few to calibrate on; with some thousand weights err less on other texts", file, len(tokens))
+    return chosen
 
 
 def open_source(checkpoint: str | Path) -> WeightSource:

@@ -1,12 +1,14 @@
 """The commands of `qspec train`, which need the extra `train`."""
 
 import importlib
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from qspec_jax import reports
+from qspec_jax.cli import process
 from qspec_jax.cli.options import DtypeOption, Json, ModelDirectory, Seed, load
 from qspec_jax.errors import InputError
 from qspec_jax.files import read_texts
@@ -92,7 +94,14 @@ def train_head(
     target, tokenizer = load(model, dtype, quiet=as_json)
     settings = dict(steps=steps, batch=batch, length=length, window=window, unroll=unroll, learning_rate=learning_rate, layers=taps)
     settings |= dict(draft_vocab=draft_vocab, seed=seed, segment_minutes=segment_minutes, progress=False if as_json else None)
-    reports.show(lambda: recipe.run(output, target, tokenizer, texts, **settings), None, as_json=as_json)
+
+    def interrupted() -> None:
+        state = output / recipe.STATE
+        goes_on = f"; the same command goes on from {state}" if state.exists() else ", before anything was saved"
+        print(f"qspec: interrupted{goes_on}", file=sys.stderr)
+
+    with process.WhenInterrupted(interrupted):
+        reports.show(lambda: recipe.run(output, target, tokenizer, texts, **settings), None, as_json=as_json)
 
 
 def _numbers(option: str, text: str) -> list[int]:

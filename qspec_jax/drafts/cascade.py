@@ -69,16 +69,18 @@ class CascadeDraft(DraftOfTwo):
         if not isinstance(self.middle, Draft) or not isinstance(self.first, Draft):
             return  # jax.tree functions may put other objects there
         if not isinstance(self.middle, StepwiseDraft):
-            raise InputError("draft middle should be one that only steps the target's own model, such as sparse or retrieval")
+            raise InputError(
+                "the middle draft of a cascade should be one that only steps the target's own model, such as sparse or retrieval"
+            )
         if not self.first.independent and not (_steps_targets_cache(self.first) and _steps_targets_cache(self.middle)):
             raise InputError(
-                "draft first should be prompt-lookup, small-model, eagle3, or a combine of these; or first and middle should both be "
+                "the first draft of a cascade should be prompt-lookup, small-model, eagle3, or a combine of these; or both should be "
                 "drafts that step the target's own cache, such as quantspec and sparse"
             )
         skipped = getattr(self.middle, "skipped", NO_LAYERS)
         # What such a middle leaves out of a layer the first draft would read there: what earlier drafts left, rejected ones among them.
         if (self.first.taps or not self.first.independent) and (isinstance(skipped, Deferred) or skipped):
-            raise InputError("draft middle should skip no layers, unless the first is prompt-lookup or small-model")
+            raise InputError("the middle draft of a cascade should skip no layers, unless the first is prompt-lookup or small-model")
 
     def at_once(self, gamma: int) -> int:
         """How many tokens the first draft drafts at a time in rounds of gamma.

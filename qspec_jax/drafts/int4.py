@@ -46,7 +46,9 @@ def int4_model(
     packed = [isinstance(weight, Int4Weight | NestedWeight) for weight in linears]
     if all(packed):
         if calibration is not None:
-            warn_once(log, "nothing is calibrated: the draft reads the target's own INT4 weights", logging.INFO)
+            nested = model.checkpoint_config.nested_weights
+            whose = "upper planes of the target's nested weights" if nested else "target's own INT4 weights"
+            warn_once(log, f"nothing is calibrated: the draft reads the {whose}", logging.INFO)
         if all(isinstance(weight, Int4Weight) for weight in linears):
             return model
         return jax.eval_shape(quantize_linears, model) if is_outline(model) else quantize_linears(model)

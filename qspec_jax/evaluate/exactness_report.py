@@ -173,7 +173,10 @@ def run(
         for config in configs:
             checked_prompts(model, of_context, config, tokenizer)
         if (largest := max(asked.batches)) > len(of_context):
-            raise InputError(f"--batch {largest} should be at most the number of texts, {len(of_context)}")
+            raise InputError(
+                f"--batch {largest} should be at most the number of texts, {len(of_context)}: those that are long enough, one of each file "
+                "without --joined"
+            )
     int4 = functools.cache(lambda: int4_model(model, progress=progress))
     made = functools.cache(lambda text: make_draft(text, model, int4=int4))
     for config in (each for each in configs if each.exact == BITS):

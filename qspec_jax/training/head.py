@@ -25,7 +25,7 @@ from rich.table import Table
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from qspec_jax.checkpoints.eagle3 import shapes_of_head, specforge_names
+from qspec_jax.checkpoints.eagle3 import STATE, shapes_of_head, specforge_names
 from qspec_jax.checkpoints.eagle3_config import read_head_config, residual_taps
 from qspec_jax.errors import InputError, writing
 from qspec_jax.evaluate.texts import token_stream
@@ -44,7 +44,7 @@ WIDTH, LEARNING_RATE = 256, 5e-3  # of a model, and of its head's matrices; a st
 ADAM_SHARE = 0.1  # of that rate, for the head's vocabulary, which begins as the model's, and for norms
 STEP_DECAY = 0.8  # from the weight of an unrolled step's loss to that of the next
 HELD_OUT_SHARE = 0.05  # of given files
-STATE = "state.safetensors"
+RECORD = "training.json"
 _OWN = "embedding", "target_ids"  # weights that are not trained
 
 
@@ -278,6 +278,8 @@ def run(
         raise InputError(f"--length {length} should be at most the model's {config.max_length} positions")
     if length < 2 * unroll + 2:
         raise InputError(f"--length {length} should be at least {2 * unroll + 2} for --unroll {unroll}")
+    if window > length:
+        raise InputError(f"--window {window} should be at most --length {length}: the head would never read a whole window")
     if draft_vocab is not None and draft_vocab > config.vocab_size:
         raise InputError(f"--draft-vocab {draft_vocab} should be at most the model's {config.vocab_size} tokens")
     taps = _taps(layers, config.num_layers)
@@ -334,7 +336,7 @@ def run(
         del record["directory"], record["earlier"]
         with writing(f"--output {directory}", SafetensorError), whole_folder(directory, lambda: check_directory(directory)) as folder:
             save_head(trainer.params, trainer.settings, raw, ids, folder)
-            write_json(folder / "training.json", record)
+            write_json(folder / RECORD, record)
     return report
 
 
@@ -343,7 +345,8 @@ def check_directory(directory: Path) -> None:
     if directory.exists() and not directory.is_dir():
         raise InputError(f"--output {directory}: is no directory")
     if directory.is_dir() and (held := {path.name for path in directory.iterdir()} - {STATE}):
-        what = "a checkpoint" if "config.json" in held else f"{sorted(held)[0]}"
+        completed = ", whose training is completed" if RECORD in held else ""
+        what = f"a checkpoint{completed}" if "config.json" in held else sorted(held)[0]
         raise InputError(f"--output {directory}: holds {what}; give another directory, or an empty one")
 
 
