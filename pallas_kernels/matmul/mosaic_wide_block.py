@@ -304,13 +304,12 @@ class Unpacked:
 
     def __init__(self, plan: Plan, scale, zero):
         """scale, zero: duplicated in both halves of a word."""
-        kind, zeros, _ = plan.parameters
         self.scale = None
-        if zeros == "bfloat16":
+        if plan.parameters.zero == "bfloat16":
             steps = self.steps = plan.parameters.lower_steps
             self.factors = numerics.nibble_factors(scale, zero) if steps is None else numerics.nested_factors(scale, zero, steps)
             return
-        entries = numerics.f16_entries if kind == "float16" else numerics.bf16_entries
+        entries = numerics.f16_entries if plan.parameters.scale == "float16" else numerics.bf16_entries
         self.scale = entries(scale)[1]
         zero_point = numerics.to_float(zero & 0xFFFF0000) * -(2.0**-16)
         self.factors = numerics.nibble_factors(ptx.i32(ONES), numerics.pair(zero_point, zero_point, "bf16"))

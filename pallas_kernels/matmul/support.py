@@ -1,8 +1,8 @@
 """The arguments that the GPU kernels of matmul take: those with INT4 weights, and those of few rows with others."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,14 @@ OUTPUTS = 16  # a weight has a multiple of these
 DTYPES = (("bfloat16", "bfloat16"), ("bfloat16", "int16"), ("float16", "int16"))  # of scales and zeros; in int16 they are zero points
 
 
-class Parameters(NamedTuple):
-    """What scales and zeros a weight has, their dtypes and how many inputs share them, and which planes.
+@dataclasses.dataclass(frozen=True)
+class Parameters:
+    """What scales and zeros a weight has, and which planes.
 
-    lower_steps: `NestedWeight.steps`; None: there is no lower plane.
+    Attributes:
+        scale, zero: the dtypes of scales and zeros.
+        group_size: inputs that share them.
+        lower_steps: `NestedWeight.steps`; None: there is no lower plane.
     """
 
     scale: str = "bfloat16"
@@ -46,7 +50,8 @@ def unsupported(
     """Why no kernel for up to `max_rows` rows and groups of these sizes runs on these arguments, or None."""
     if x.dtype != jnp.bfloat16:
         return f"needs activations in bfloat16, not {x.dtype.name}"
-    if (kind := parameters_of(weights[0]))[:2] not in DTYPES:
+    kind = parameters_of(weights[0])
+    if (kind.scale, kind.zero) not in DTYPES:
         return f"needs scales in bfloat16, or in bfloat16 or float16 with zero points in int16, not {kind.scale} with zeros in {kind.zero}"
     if not alike(weights):
         return "needs weights whose groups have one size, whose scales and zeros have the same dtypes, and whose planes are alike"
