@@ -219,7 +219,7 @@ def test_the_embedded_models_head_loads():
     assert sum(path.stat().st_size for path in files) < 4e6
     loaded, record = load_head(demo.HEAD, model), json.loads((demo.HEAD / "training.json").read_text())
     assert loaded.taps == (2, 3, 4) and record["completed"] and record["parameters"] * 2 < (demo.HEAD / "model.safetensors").stat().st_size
-    assert [step["agreement"] > 0.3 for step in record["held_out"]] == [True] * 3
+    assert [step["agreement"] > 0.42 for step in record["held_out"]] == [True] * 3
 
 
 def test_the_embedded_models_head_drafts():
