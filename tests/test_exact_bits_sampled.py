@@ -80,8 +80,8 @@ def test_slots_are_refilled_and_other_rows_are_greedy_or_filtered(model):
 
 
 @pytest.mark.system
-def test_rows_beside_rows_of_other_gammas_and_processors(model):
-    settings = dict(num_speculative_tokens=3), dict(num_speculative_tokens=6, adaptive=True), dict(repetition_penalty=1.2, top_p=0.9)
+def test_rows_beside_rows_of_other_processors_and_adaptive_ones(model):
+    settings = {}, dict(adaptive=True), dict(repetition_penalty=1.2, top_p=0.9)
     config = [GenerationConfig(**BITS | dict(draft="quantspec", max_new_tokens=64) | each) for each in settings]
     asked = [Request(prompt, each, key) for prompt, each, key in zip(PROMPTS, config, KEYS)]
     assert generate(model, prepare(model, asked)).token_ids == [alone(model, request) for request in asked]
@@ -112,6 +112,9 @@ def test_what_does_not_go_with_them_is_refused(model, monkeypatch):
     asked = requests(ALIKE, draft="quantspec")
     with pytest.raises(InputError, match="exact bits of samples cannot be traced"):
         generate(model, prepare(model, asked), trace=True)
+    others = [Request(PROMPTS[0], GenerationConfig(**BITS | dict(draft="quantspec", num_speculative_tokens=2)), KEYS[0]), asked[1]]
+    with pytest.raises(InputError, match=r"exact bits of samples is for rows with the same num_speculative_tokens \(gamma\), .* 2 or 4"):
+        prepare(model, others)
     monkeypatch.setattr("qspec_jax.decoding.exact_bits.dispatch.platform", lambda: "gpu")
     monkeypatch.setattr("qspec_jax.decoding.exact_bits.dispatch.no_mosaic_gpu", lambda: None)
     with pytest.raises(InputError, match=r"exact bits on a GPU is for greedy decoding, and temperature is 0\.9; give exact tokens"):

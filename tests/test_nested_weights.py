@@ -17,6 +17,7 @@ from tiers import in_system
 from weight_matrices import weights
 
 from convert import convert, export, verify
+from convert.by_rows import stored_error
 from pallas_kernels.formats.weights import Int4Weight, NestedWeight, dequantize_weight
 from pallas_kernels.matmul import linear
 from qspec_jax import demo
@@ -136,6 +137,16 @@ def test_the_ends_of_a_range_err_no_more_than_what_is_within():
     squared = np.square(errors(weight, quantize_nested(jnp.asarray(weight))))
     ends = (weight == weight.min(1, keepdims=True)) | (weight == weight.max(1, keepdims=True))
     assert squared[ends].mean() < 1.2 * squared[~ends].mean()
+
+
+def test_calibrated_codes_err_no_more_than_is_allowed():
+    """Where inputs go together and groups differ in their size, lower codes make up for much."""
+    rng = np.random.default_rng(0)
+    weight = rng.normal(size=(64, 512)) * np.repeat([30, 1, 1 / 30, 1], 128)
+    inputs = rng.normal(size=(2000, 8)) @ rng.normal(size=(8, 512)) + 0.05 * rng.normal(size=(2000, 512))
+    found = quantize_nested(jnp.asarray(weight, jnp.float32), jnp.asarray(inputs.T @ inputs, jnp.float32))
+    worst = stored_error(jax.tree.map(np.asarray, found), weight.astype(np.float32))
+    assert 0.5 < worst <= 1
 
 
 def test_a_long_text_is_calibrated_on_in_pieces_spread_over_it(tmp_path, monkeypatch, caplog):

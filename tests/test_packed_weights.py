@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import logging
 import re
 import shutil
 from pathlib import Path
@@ -29,7 +30,7 @@ from qspec_jax.checkpoints.weights_text import WeightsChoice
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.drafts.step_bytes import weight_bytes
 from qspec_jax.errors import InputError, warn_once
-from qspec_jax.planning.operations import model_bytes, step_weight_bytes
+from qspec_jax.planning.operations import head_bytes, model_bytes, step_weight_bytes
 from qspec_jax.planning.steps import own_step
 
 Q = "model.layers.0.self_attn.q_proj."
@@ -119,8 +120,9 @@ def test_weights_with_zero_points_and_small_groups_stay_packed_by_default(name, 
     assert model_bytes(dataclasses.replace(config, dtype="bfloat16")) == sum(x.nbytes for x in jax.tree.leaves(model.weights()))
 
 
-def test_plans_are_of_the_weights_that_are_chosen(tmp_path):
+def test_plans_are_of_the_weights_that_are_chosen(tmp_path, caplog):
     write_128(tmp_path / "hf")
+    caplog.set_level(logging.INFO)
     write_model(tmp_path / "plain", hf_config(), {})
     for source, text in [("hf", "packed"), ("hf", "dequantized"), ("hf", "nested"), ("plain", "nested:head_bits=8")]:
         config = planned_config(tmp_path / source, WeightsChoice.parse(text))
@@ -129,8 +131,14 @@ def test_plans_are_of_the_weights_that_are_chosen(tmp_path):
         if source == "hf":
             loaded = load_model(tmp_path / source, weights=text)
             assert model_bytes(config) == sum(x.nbytes for x in jax.tree.leaves(loaded.weights()))
+    write_model(tmp_path / "tied", hf_config(tie_word_embeddings=True), {})
+    head = head_bytes(planned_config(tmp_path / "tied"), 8)
+    plain, with_head = (model_bytes(planned_config(tmp_path / "tied", WeightsChoice.parse(f"nested:head_bits={n}"))) for n in (16, 8))
+    assert with_head == plain + head
     with pytest.raises(InputError, match="which stay in INT4; plan without packed weights"):
         planned_config(tmp_path / "plain", WeightsChoice.parse("packed"))
+    planned = [line.rpartition("planned ")[2] for line in caplog.messages if "they are planned" in line]
+    assert planned == ["in INT4", "as dequantized", "nested in 8 bits"]
     convert(tmp_path / "hf", tmp_path / "out", weights="nested", progress=False)
     assert planned_config(tmp_path / "out").nested_weights
     assert not planned_config(tmp_path / "out", WeightsChoice.parse("dequantized")).nested_weights

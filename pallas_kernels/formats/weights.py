@@ -86,8 +86,9 @@ class NestedWeight:
     @property
     def max_error(self) -> float:
         """By how much both planes may miss a weight, in steps of the upper plane, apart from rounding."""
-        # Codes that make up for the errors of other inputs are not the nearest: theirs is what the lower plane can reach.
-        return 1 / (2 * self.steps) if self.steps == NEAREST_STEPS else 1.0
+        # Codes that make up for the errors of other inputs are not the nearest: the upper code is one whose lower plane reaches the weight,
+        # and the lower code any.
+        return 1 / (2 * self.steps) if self.steps == NEAREST_STEPS else (2 * 16 - 1) / (2 * self.steps)
 
     @property
     def in_features(self) -> int:

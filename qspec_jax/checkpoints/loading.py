@@ -407,20 +407,23 @@ def planned_config(directory: str | Path, choice: WeightsChoice = AS_STORED) -> 
         if choice.linears == PACKED and size is None:
             raise InputError(f"{directory}: it is not known before its weights are read which stay in INT4; plan without {PACKED} weights")
         in_int4 = size is not None and choice.linears in (None, PACKED)
-        _log_planned(directory, gguf_quantization(directory) if in_gguf else form and form.name, in_int4)
+        _log_planned(directory, gguf_quantization(directory) if in_gguf else form and form.name, in_int4, choice)
         size = _config_group_size(size) if in_int4 else None
         config = dataclasses.replace(config, int4_weights=in_int4, int4_group_size=size, nested_weights=choice.linears == NESTED)
-    return dataclasses.replace(config, int8_head=choice.head_bits == 8)
+    return with_head(config, choice)
 
 
-def _log_planned(directory: Path, quantization: str | None, in_int4: bool) -> None:
+def with_head(config: LlamaConfig, choice: WeightsChoice) -> LlamaConfig:
+    """The config of a model whose head is as is chosen; in INT8 it is no embedding, see `quantize_head`."""
+    return dataclasses.replace(config, int8_head=True, tie_word_embeddings=False) if choice.head_bits == 8 else config
+
+
+def _log_planned(directory: Path, quantization: str | None, in_int4: bool, choice: WeightsChoice) -> None:
     if quantization:
-        how = "in INT4" if in_int4 else "as dequantized"
-        warn_once(
-            log,
-            f"{directory}: its linear layers are quantized ({quantization}); they are planned {how}, as they are loaded by default",
-            logging.INFO,
-        )
+        how = "in INT4" if in_int4 else "nested in 8 bits" if choice.linears == NESTED else "as dequantized"
+        by_default = ", as they are loaded by default" if choice.linears is None else ""
+        planned = f"{directory}: its linear layers are quantized ({quantization}); they are planned {how}{by_default}"
+        warn_once(log, planned, logging.INFO)
 
 
 def config_and_manifest(directory: Path) -> tuple[LlamaConfig, converted.Manifest]:

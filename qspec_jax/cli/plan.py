@@ -1,6 +1,5 @@
 """The command `qspec plan`."""
 
-import dataclasses
 from typing import Annotated
 
 import typer
@@ -108,10 +107,8 @@ def plan(
     shares = parse_chances("--proposing", proposing or [], draft or list(DRAFTS), first_level)
     found = find_device(device)
     choice = WeightsChoice.parse(weights)
-    if arch is None:
-        config = loading.planned_config(model, choice)
-    else:
-        config = dataclasses.replace(with_weights(architecture(arch), choice), int8_head=choice.head_bits == 8)
+    shape = None if arch is None else with_weights(architecture(arch), choice)
+    config = loading.planned_config(model, choice) if shape is None else loading.with_head(shape, choice)
     max_new_tokens = min(NEW_TOKENS, config.max_length // 2) if max_new_tokens is None else max_new_tokens
     longest = config.max_length - max_new_tokens
     if longest < 1:

@@ -15,6 +15,7 @@ from qspec_jax.files import read_texts
 
 trainings = typer.Typer(no_args_is_help=True, help="Train the embedded model, the benchmark model, and draft heads.")
 
+WINDOW = 512  # of a head
 Steps = Annotated[int, typer.Option(min=0, help="The exact number of steps, whatever time they take; 0 goes by the time.")]
 Smoke = Annotated[bool, typer.Option("--smoke", help="A tiny model on a tiny corpus, to see that everything works.")]
 
@@ -64,7 +65,10 @@ def train_head(
     steps: Annotated[int, typer.Option(min=1, help="Steps of the whole run.")] = 2000,
     batch: Annotated[int, typer.Option(min=1, help="Rows of text in a step.")] = 8,
     length: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 2048,
-    window: Annotated[int, typer.Option(min=1, help="How many recent tokens the head reads, also when it drafts.")] = 512,
+    window: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many recent tokens the head reads, also when it drafts: 512, or --length if less, if not given."),
+    ] = None,
     unroll: Annotated[int, typer.Option(min=1, max=16, help="How many drafts, one after the other, are trained from each token.")] = 3,
     learning_rate: Annotated[
         float | None, typer.Option(min=0, help="Of the matrices: 0.08 over the root of the model's hidden size, if not given.")
@@ -92,6 +96,7 @@ def train_head(
     texts = read_texts("--file", file or [])
     recipe.check_directory(output)
     target, tokenizer = load(model, dtype, quiet=as_json)
+    window = min(WINDOW, length) if window is None else window
     settings = dict(steps=steps, batch=batch, length=length, window=window, unroll=unroll, learning_rate=learning_rate, layers=taps)
     settings |= dict(draft_vocab=draft_vocab, seed=seed, segment_minutes=segment_minutes, progress=False if as_json else None)
 

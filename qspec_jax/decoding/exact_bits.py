@@ -8,7 +8,7 @@ from pallas_kernels import dispatch
 from qspec_jax.decoding.config import BITS, GenerationConfig
 from qspec_jax.decoding.requests import Request
 from qspec_jax.drafts.draft import Draft
-from qspec_jax.errors import BitsRefused
+from qspec_jax.errors import BitsRefused, either
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.sharding import mesh_of
 from qspec_jax.models.uniform import WIDTH
@@ -24,6 +24,13 @@ def check_sampling(config: GenerationConfig) -> None:
     """Raises BitsRefused for settings that sample where exact "bits" is for greedy decoding."""
     if config.exact == BITS and config.temperature > 0 and dispatch.platform() == "gpu":
         raise BitsRefused(f"on a GPU is for greedy decoding, and temperature is {config.temperature:g}")
+
+
+def check_alike(configs: Sequence[GenerationConfig], max_drafts: Sequence[int]) -> None:
+    """Raises BitsRefused for requests with exact "bits" of which some sample, and whose rounds differ in their maximum number of drafts
+    (`max_drafts`): all are compiled for the largest."""
+    if any(config.temperature > 0 for config in configs) and len(found := sorted(set(max_drafts))) > 1:
+        raise BitsRefused(f"of samples is for rows with the same num_speculative_tokens (gamma), and these have {either(found)}")
 
 
 def check_bits(model: Llama, config: GenerationConfig, draft: Draft | None, max_drafts: int) -> None:

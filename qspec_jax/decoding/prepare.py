@@ -19,7 +19,7 @@ from qspec_jax.decoding import resolve
 from qspec_jax.decoding.chat import with_chats
 from qspec_jax.decoding.config import BITS, TOKENS, GenerationConfig
 from qspec_jax.decoding.engine import Engine, max_drafts
-from qspec_jax.decoding.exact_bits import check_bits, check_requests
+from qspec_jax.decoding.exact_bits import check_alike, check_bits, check_requests
 from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.requests import (
     Request,
@@ -217,6 +217,7 @@ def completed(
         check_requests(found, from_states=reader is not None)
         for each in configs:
             check_bits(model, each, draft, max_drafts(model, each))
+        check_alike(configs, [max_drafts(model, each) for each in configs])
     choices = draft.chosen() if draft and draft.chosen() != given else ()
     configs = resolve.fill_draft_costs(model, configs, lengths, draft)
     settled = (dataclasses.replace(request, config=each) for request, each in zip(found, configs, strict=True))
