@@ -25,8 +25,7 @@ def quantize_by_rows(weight: np.ndarray, quantize: Callable = quantize_weight) -
 def stored_error(stored: Int4Weight | NestedWeight, weight: np.ndarray) -> float:
     """The error of a stored INT4 or nested weight divided by the allowed error; more than 1 is wrong.
 
-    Of a nested weight each number may err by half a step of the lower plane, or by a step of the upper one where it was rounded for a
-    text, and by what bfloat16 rounds of the largest of its group.
+    Of a nested weight each number may err as `NestedWeight.max_error` says, and by what bfloat16 rounds of the largest of its group.
     Of an INT4 weight it is the maximum over all groups of root mean square errors. Allowed are 1.01 times the error of quantizing the
     weight again, plus a thousandth of the group's range and float32's rounding, since XLA may add in another order. Groups of the weight
     that are not finite do not count.

@@ -11,8 +11,8 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.prepare import prepare
-from qspec_jax.decoding.programs import DECODE
 from qspec_jax.decoding.requests import Request
+from qspec_jax.decoding.rounds_by_row import round_by_row
 from qspec_jax.decoding.sampling import Sampling, make_sampler, prompt_keys
 from qspec_jax.errors import InputError
 
@@ -93,17 +93,18 @@ def test_nothing_of_drafts_and_draws_is_computed_for_several_rows(model, monkeyp
     monkeypatch.setattr(Sampling, "_sampled", lambda self, logits: sampled(self, logits * (1.0 if len(logits) == 1 else 1.1)))
     Compiled.forget()
     check(model, ALIKE, draft="quantspec")
-    monkeypatch.setattr(Engine, "_decode", DECODE)
+    monkeypatch.setattr(Engine, "_of_round", {})
     with pytest.raises(AssertionError):
         check(model, ALIKE, draft="quantspec")
     Compiled.forget()
 
 
-def test_which_program_runs(model):
+def test_which_rounds_run(model):
     def engine(**settings) -> Engine:
         return prepare(model, requests(ALIKE, draft="quantspec", **settings)).engine()
 
-    assert engine()._decode is not engine(temperature=0)._decode is engine(exact="tokens")._decode
+    assert engine()._of_round == {"one_round": round_by_row}
+    assert engine(temperature=0)._of_round == engine(exact="tokens")._of_round == {}
     config = GenerationConfig(**BITS)
     assert make_sampler(config).use_top_p and not make_sampler(GenerationConfig(temperature=0.9)).use_top_p
 

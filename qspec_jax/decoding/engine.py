@@ -26,7 +26,8 @@ from qspec_jax.decoding.host_residence import none_resident, settled
 from qspec_jax.decoding.limits import Limits
 from qspec_jax.decoding.prefill import START, CacheChoice, Prefill, Reading, Sizes, kinds_of
 from qspec_jax.decoding.prefill_by_row import PrefillByRow
-from qspec_jax.decoding.programs import DECODE, DECODE_BY_ROW, FORK, REPEAT, REPLACE, WINDOW
+from qspec_jax.decoding.programs import DECODE, FORK, REPEAT, REPLACE, WINDOW
+from qspec_jax.decoding.rounds_by_row import round_by_row
 from qspec_jax.decoding.sampling import Sampler
 from qspec_jax.decoding.state import UNLIMITED, Counts, DecodeState, Logprobs
 from qspec_jax.drafts.draft import Draft, check_made_for
@@ -156,8 +157,9 @@ class Engine:
         return self.draft is not None and not self.draft.guesses
 
     @property
-    def _decode(self) -> Compiled:
-        return DECODE_BY_ROW if self._by_row else DECODE
+    def _of_round(self) -> dict[str, Callable]:
+        """The round that `decode` runs, if it is another than its own."""
+        return {"one_round": round_by_row} if self._by_row else {}
 
     @functools.cached_property
     def draft_in_loop(self) -> Draft | None:
@@ -228,7 +230,8 @@ class Engine:
         self, state: DecodeState, sampler: Sampler, limits: Limits, max_rounds: int = UNLIMITED, min_running: int = 1, *, lazy: bool = False
     ) -> Call:
         """Runs rounds; returns a `DecodeState`, and consumes the one given. lazy: compile for the draft's shapes, before it is made."""
-        return self.call(self._decode, state, sampler, limits, jnp.int32(max_rounds), jnp.int32(min_running), lazy=lazy)
+        call = self.call(DECODE, state, sampler, limits, jnp.int32(max_rounds), jnp.int32(min_running), lazy=lazy)
+        return dataclasses.replace(call, static=self._of_round)
 
     def call(self, program: Compiled, state: DecodeState, sampler: Sampler, limits: Limits, *more: Array, lazy: bool = False) -> Call:
         """A loop over rounds, a function of target, draft, sampler, state, limits and more. lazy: see `rounds_call`."""
@@ -328,7 +331,7 @@ class Engine:
 
     def compile_rounds(self, state: DecodeState, sampler: Sampler, limits: Limits) -> None:
         """Compiles the program of `rounds`, so that compiling is timed apart from running."""
-        if (self._decode, _pages_of(state)) not in self._executables:
+        if (DECODE, _pages_of(state)) not in self._executables:
             self.executable(self.rounds_call(state, sampler, limits))
             jax.block_until_ready(self.draft_in_loop)
 

@@ -11,7 +11,6 @@ from jaxtyping import Array, Int, Key
 
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.round import decode
-from qspec_jax.decoding.rounds_by_row import decode_by_row
 from qspec_jax.decoding.state import LENGTH, DecodeState, Logprobs, replace_rows
 
 
@@ -38,8 +37,7 @@ def _window(tokens: Array, logprobs: Logprobs | None, starts: Int[Array, "B"], w
     return jax.tree.map(lambda x: take(x, starts), (tokens, logprobs))
 
 
-DECODE = Compiled(decode, passes=True, donate_argnames=("state",))
-DECODE_BY_ROW = Compiled(decode_by_row, passes=True, donate_argnames=("state",))
+DECODE = Compiled(decode, passes=True, static_argnames=("one_round",), donate_argnames=("state",))
 REPEAT = Compiled(_repeated, static_argnames=("batch", "pages"))
 FORK = Compiled(_forked)
 REPLACE = Compiled(replace_rows, donate_argnames=("state",))

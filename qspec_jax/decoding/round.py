@@ -36,18 +36,12 @@ def decode(
     limits: Limits,
     max_rounds: Int[Array, ""],
     min_running: Int[Array, ""] | int = 1,
+    *,
+    one_round: Callable[..., DecodeState] | None = None,
 ) -> DecodeState:
-    """The state after `max_rounds` rounds, or when fewer than `min_running` rows run (1: when all have ended)."""
-    return loop(lambda state: decode_round(target, draft, sampler, state, limits), state, max_rounds, min_running)
-
-
-def loop(
-    one_round: Callable[[DecodeState], DecodeState],
-    state: DecodeState,
-    max_rounds: Int[Array, ""],
-    min_running: Int[Array, ""] | int,
-) -> DecodeState:
-    """See `decode`. one_round: the state after a round."""
+    """The state after `max_rounds` rounds, or when fewer than `min_running` rows run (1: when all have ended). one_round: a function of the
+    arguments of `decode_round`, which is the default."""
+    one_round = one_round or decode_round
 
     def unfinished(carry):
         done, state = carry
@@ -55,7 +49,7 @@ def loop(
 
     def step(carry):
         done, state = carry
-        return done + 1, one_round(state)
+        return done + 1, one_round(target, draft, sampler, state, limits)
 
     return lax.while_loop(unfinished, step, (jnp.int32(0), state))[1]
 
