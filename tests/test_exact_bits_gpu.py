@@ -48,7 +48,7 @@ def target_of(model: Llama, cache: str):
     return prepare(model, [[1, 2, 3]], config=config).engine().target
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)  # a 7B's are gigabytes
 def rows(shape: str, cache: str, batch: int):
     """A cache of rows of all lengths in turn, with random contents that depend on the row's number modulo the lengths alone."""
     model, every = layers(shape), lengths_of(batch)
@@ -144,6 +144,17 @@ def test_a_batch_and_its_refilled_slots_emit_what_one_by_one_decoding_does(embed
     requests = [Request(prompt, config, key) for prompt, key in zip(prompts, prompt_keys(jax.random.key(0), len(prompts)), strict=True)]
     found = {result.index: result.token_ids for result in run_batch(model, requests, batch_size=3)}
     assert [found[b] for b in range(len(prompts))] == alone
+
+
+@pytest.mark.parametrize("draft", ["none", "quantspec", "sparse:budget=0.1", "combine:prompt-lookup+quantspec"])
+def test_samples_of_a_batch_are_those_alone_in_every_run(embedded, draft):
+    model, tokenizer = embedded
+    config = GenerationConfig(draft=draft, exact="bits", cache="int8", ignore_eos=True, max_new_tokens=96, temperature=0.8, top_p=0.95)
+    keys = prompt_keys(jax.random.key(0), 3)
+    requests = [Request(prompt, config, key) for prompt, key in zip(prompts_of(tokenizer, 3), keys, strict=True)]
+    found = [{result.index: result.token_ids for result in run_batch(model, requests, batch_size=3)} for _ in range(2)]
+    assert found[0] == found[1]
+    assert [generate(model, prepare(model, [request])).token_ids[0] for request in requests] == [found[0][b] for b in range(3)]
 
 
 @pytest.mark.parametrize("cache", ["int8", "full"])

@@ -1,10 +1,13 @@
-"""`exact="bits"` with samples: on a CPU, a sampled row has the tokens that it has alone, with the same draft and settings."""
+"""`exact="bits"` with samples: a sampled row has the tokens that it has alone, with the same draft and settings."""
+
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 from runs import random_model, random_prompts
 
+from pallas_kernels.formats.views import UPPER_PLANE
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import GenerationConfig
@@ -16,7 +19,7 @@ from qspec_jax.decoding.rounds_by_row import round_by_row
 from qspec_jax.decoding.sampling import Sampling, make_sampler, prompt_keys
 from qspec_jax.errors import InputError
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="on a GPU exact bits are for greedy decoding")
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="for GPUs there is test_exact_bits_gpu.py")
 
 BITS = dict(exact="bits", cache="int8", group_size=16, ignore_eos=True, max_new_tokens=32, temperature=0.9)
 ALIKE = random_prompts([100, 90, 70])  # of one padded length, so that decoding each alone takes one program
@@ -116,7 +119,25 @@ def test_what_does_not_go_with_them_is_refused(model, monkeypatch):
     others = [Request(PROMPTS[0], GenerationConfig(**BITS | dict(draft="quantspec", num_speculative_tokens=2)), KEYS[0]), asked[1]]
     with pytest.raises(InputError, match=r"exact bits of samples is for rows with the same num_speculative_tokens \(gamma\), .* 2 or 4"):
         prepare(model, others)
-    monkeypatch.setattr("qspec_jax.decoding.exact_bits.dispatch.platform", lambda: "gpu")
-    monkeypatch.setattr("qspec_jax.decoding.exact_bits.dispatch.no_mosaic_gpu", lambda: None)
-    with pytest.raises(InputError, match=r"exact bits on a GPU is for greedy decoding, and temperature is 0\.9; give exact tokens"):
-        prepare(model, asked)
+
+
+def test_on_a_gpu_samples_are_decoded_one_by_one(model, monkeypatch, caplog):
+    """Whatever settings each has, and with them greedy rows."""
+    settings = {}, dict(num_speculative_tokens=2, top_k=5), dict(temperature=0)
+    configs = [GenerationConfig(**BITS | dict(draft="quantspec") | each) for each in settings]
+    asked = [Request(prompt, config, key) for prompt, config, key in zip(PROMPTS, configs, KEYS, strict=True)]
+    expected = [alone(model, request) for request in asked]
+    monkeypatch.setattr("qspec_jax.decoding.config.dispatch", SimpleNamespace(platform=lambda: "gpu"))
+    prepared = prepare(model, asked)
+    with pytest.raises(InputError, match=r"samples on a GPU is for one prompt at a time, and these are 3; .*; give exact tokens"):
+        generate(model, prepared)
+    rows = []
+    run = Engine.for_configs
+    monkeypatch.setattr(Engine, "for_configs", lambda *args, **more: rows.append(len(args[2])) or run(*args, **more))
+    with caplog.at_level("INFO"):
+        found = list(run_batch(model, prepared, batch_size=2))
+    assert rows == [1, 1, 1] and [result.index for result in found] == [0, 1, 2]
+    assert [result.token_ids for result in found] == expected
+    assert "on a GPU rows are decoded one after the other" in caplog.text
+    with pytest.raises(InputError, match="view is not for samples with exact bits"):
+        next(iter(run_batch(model, prepared, view=UPPER_PLANE)))

@@ -39,7 +39,6 @@ from qspec_jax.cli.options import (
 from qspec_jax.decoding import processes
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.data_parallel import Place
-from qspec_jax.decoding.exact_bits import check_sampling
 from qspec_jax.decoding.journal import Journal
 from qspec_jax.decoding.jsonl import MAX_SAMPLES, Columns, first_with_prefix, read_lines
 from qspec_jax.decoding.prefixes import Prefixes
@@ -144,7 +143,6 @@ def batch(
         join_others("batch", config, seed or 0, dtype, weights, rows_at_once, refill, on_error, columns)
     quiet, stops = as_json or not processes.is_first(), on_error is OnError.stop
     if ray is None:
-        check_sampling(config)
         places = _places(config, devices, tensor_parallel, distributed=distributed)
     else:
         _check_for_ray(config, devices, tensor_parallel, refill)

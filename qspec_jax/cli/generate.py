@@ -44,6 +44,7 @@ from qspec_jax.decoding import processes
 from qspec_jax.decoding.ahead import compile_ahead
 from qspec_jax.decoding.chat import check_template, hint_at_chat, with_chats
 from qspec_jax.decoding.config import BITS, GenerationConfig
+from qspec_jax.decoding.exact_bits import check_together
 from qspec_jax.decoding.generate import Stream, generate
 from qspec_jax.decoding.generate import stream as stream_prompt
 from qspec_jax.decoding.keys import key_of
@@ -138,6 +139,7 @@ def generate_command(
     names, prompts = [name for name, _ in named], [text for _, text in named]
     if not prompts and state is None:
         raise InputError("a prompt is needed: --prompt TEXT, --prompt-file FILE, or standard input")
+    check_together([config] * len(prompts))
     if stream and len(prompts) > 1:
         raise InputError("--stream takes one prompt")
     place, quiet = place_of(devices, distributed=distributed), as_json or not processes.is_first()

@@ -64,6 +64,8 @@ def exact_of_rows(
         return TOKENS
     if len(prompts) != 1:
         return _logged(TOKENS, f"since {AUTO} is {BITS} for single prompts alone")
+    if config.temperature > 0:
+        return _logged(TOKENS, f"since {AUTO} is {BITS} for greedy decoding alone")
     try:
         config = dataclasses.replace(config, exact=BITS)
         engine = Engine.for_configs(model, draft, [config], prompt_tokens=len(prompts[0]))

@@ -6,6 +6,7 @@ prefilled together, and accept, flush and end independently.
 
 import dataclasses
 import itertools
+import logging
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
@@ -14,7 +15,8 @@ import jax
 
 from pallas_kernels.formats.views import BOTH_PLANES, View
 from qspec_jax.decoding import data_parallel
-from qspec_jax.decoding.config import BITS
+from qspec_jax.decoding.config import BITS, one_by_one
+from qspec_jax.decoding.fixed_batch import results_of
 from qspec_jax.decoding.prepare import ROWS_OF_AUTO, Prepared, prepare
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.results import BatchStats, Result
@@ -24,6 +26,8 @@ from qspec_jax.decoding.slots import Slots
 from qspec_jax.decoding.waiting import Queue
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
+
+log = logging.getLogger(__name__)
 
 
 class BatchRun:
@@ -100,29 +104,62 @@ def run_batch(
         if not alone:
             raise InputError("requests with a prefix are decoded on one device; leave devices out, or the prefixes")
         return BatchRun(_with_shared(prepared, rows, stats, settings), stats)
+    if one_by_one(prepared.configs):
+        log.info("exact %s of samples: on a GPU rows are decoded one after the other", BITS)
+        rows = 1
     if alone:
-        return BatchRun(Slots(prepared, waiting, rows, stats=stats, **settings).run(), stats)
+        return BatchRun(_decoded(prepared, waiting, rows, stats=stats, **settings), stats)
     share = math.ceil(count / len(devices))
     rows = rows and min(rows, share)
     parts: dict[int, BatchStats] = {}  # by the number of an engine, since a device may be given twice
     engines = itertools.count()
 
-    def results_of(place: data_parallel.Place, is_stopped: Callable[[], bool]) -> Generator[tuple[int, BatchStats, Result], None, None]:
+    def results_at(place: data_parallel.Place, is_stopped: Callable[[], bool]) -> Generator[tuple[int, BatchStats, Result], None, None]:
         engine, own = next(engines), BatchStats()
         own_model, own_draft = jax.block_until_ready(data_parallel.copied_to((model, prepared.draft), place))
         more = dict(stats=own, share=share, is_stopped=is_stopped)
-        slots = Slots(dataclasses.replace(prepared, model=own_model, draft=own_draft), waiting, rows, **settings, **more)
+        here = dataclasses.replace(prepared, model=own_model, draft=own_draft)
         parts[engine] = own
-        for result in slots.run():
+        for result in _decoded(here, waiting, rows, **settings, **more):
             yield engine, dataclasses.replace(own), result
 
     def results() -> Generator[Result, None, None]:
-        for engine, own, result in data_parallel.side_by_side(devices, results_of):
+        for engine, own, result in data_parallel.side_by_side(devices, results_at):
             parts[engine] = own
             stats.become_total(list(parts.values()))
             yield result
 
     return BatchRun(results(), stats)
+
+
+def _decoded(
+    prepared: Prepared,
+    waiting: Queue,
+    rows: int | None,
+    *,
+    strategy: Callable[..., Sampler],
+    view: View,
+    stats: BatchStats,
+    is_stopped: Callable[[], bool] = lambda: False,
+    **settings: Any,
+) -> Generator[Result, None, None]:
+    """The results of the requests that one engine takes. settings: as `Slots` takes them."""
+    if not one_by_one(prepared.configs):
+        settings |= dict(strategy=strategy, view=view, stats=stats, is_stopped=is_stopped)
+        yield from Slots(prepared, waiting, rows, **settings).run()
+        return
+    if view != BOTH_PLANES:
+        raise InputError(f"view is not for samples with exact {BITS}; leave one of them out")
+    stats.batch_size = 1
+    while True:
+        with waiting.lock:
+            indices = waiting.first(1, None)
+            waiting.take(indices)
+        if not indices:
+            return
+        if is_stopped():
+            raise data_parallel.Stopped
+        yield from results_of(prepared.select(indices), indices, strategy, stats)
 
 
 def _with_shared(prepared: Prepared, rows: int | None, stats: BatchStats, settings: dict[str, Any]) -> Generator[Result, None, None]:

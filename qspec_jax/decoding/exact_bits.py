@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from qspec_jax.decoding.config import BITS, GenerationConfig
+from qspec_jax.decoding.config import GenerationConfig, one_by_one
 from qspec_jax.decoding.requests import Request
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.errors import BitsRefused, either
@@ -20,16 +20,16 @@ def check_requests(found: Sequence[Request], *, from_states: bool) -> None:
         raise BitsRefused("is for whole prompts, not for states and requests with a prefix")
 
 
-def check_sampling(config: GenerationConfig) -> None:
-    """Raises BitsRefused for settings that sample where exact "bits" is for greedy decoding."""
-    if config.exact == BITS and config.temperature > 0 and dispatch.platform() == "gpu":
-        raise BitsRefused(f"on a GPU is for greedy decoding, and temperature is {config.temperature:g}")
+def check_together(configs: Sequence[GenerationConfig]) -> None:
+    """Raises BitsRefused for the settings of several rows that are `one_by_one`, where they are to be decoded together."""
+    if len(configs) > 1 and one_by_one(configs):
+        raise BitsRefused(f"of samples on a GPU is for one prompt at a time, and these are {len(configs)}; a batch decodes them one by one")
 
 
 def check_alike(configs: Sequence[GenerationConfig], max_drafts: Sequence[int]) -> None:
     """Raises BitsRefused for requests with exact "bits" of which some sample, and whose rounds differ in their maximum number of drafts
     (`max_drafts`): all are compiled for the largest."""
-    if any(config.temperature > 0 for config in configs) and len(found := sorted(set(max_drafts))) > 1:
+    if not one_by_one(configs) and any(config.temperature > 0 for config in configs) and len(found := sorted(set(max_drafts))) > 1:
         raise BitsRefused(f"of samples is for rows with the same num_speculative_tokens (gamma), and these have {either(found)}")
 
 
@@ -47,7 +47,6 @@ def check_bits(model: Llama, config: GenerationConfig, draft: Draft | None, max_
         if not ok:
             raise BitsRefused(what)
 
-    check_sampling(config)
     platform = dispatch.platform()
     check(platform in ("cpu", "gpu"), f"is for CPUs and GPUs, and this decodes on a {platform}")
     if platform == "gpu":

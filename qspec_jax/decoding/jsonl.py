@@ -12,7 +12,6 @@ import jax
 from qspec_jax.decoding import config_values as values
 from qspec_jax.decoding.chat import chat_tokens, hint_at_chat
 from qspec_jax.decoding.config import BITS, READERS, GenerationConfig
-from qspec_jax.decoding.exact_bits import check_sampling
 from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.openai_lines import KEYS as OPENAI_KEYS
 from qspec_jax.decoding.openai_lines import Call, as_own, in_openai_names, is_openai
@@ -229,7 +228,6 @@ class LineReader:
         tokens, prefix = self._tokens(number, said)
         if prefix and settings.exact == BITS:
             raise BitsRefused(f"is for whole prompts, not for a prompt with a {PREFIX}")
-        check_sampling(settings)
         tokens = checked_prompt(self.model, tokens, settings)
         if prefix:
             check_length(self.model, "the prefix", prefix, len(tokens) - prefix + settings.max_new_tokens)

@@ -3,13 +3,13 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 
 import jax
 
-from qspec_jax.decoding import capacity, state
+from qspec_jax.decoding import capacity
 from qspec_jax.decoding.device_memory import bytes_of_round, free_bytes
-from qspec_jax.decoding.fixed_batch import Run
+from qspec_jax.decoding.fixed_batch import results_of
 from qspec_jax.decoding.prepare import Prepared
 from qspec_jax.decoding.reading import state_of_prefix
 from qspec_jax.decoding.results import BatchStats, Result
@@ -54,7 +54,7 @@ def run_shared(prepared: Prepared, batch: int | None, strategy: Callable[..., Sa
         for first in range(0, len(group), at_once):
             indices = group[first : first + at_once]
             forks = dataclasses.replace(prepared.select(indices), states=tuple(prefix.fork(len(indices))))
-            yield from _results(forks, indices, strategy, stats)
+            yield from results_of(forks, indices, strategy, stats)
         del prefix, forks  # their memory is free before the next prefix is read
 
 
@@ -81,30 +81,3 @@ def rows_that_fit(prepared: Prepared, prefix: State) -> int:
         rows += 1
     log.info("batch size auto: %d rows over a prefix of %d tokens fit %.1f GB of free memory", max(rows, 1), len(prefix), free / 1e9)
     return max(rows, 1)
-
-
-def _results(prepared: Prepared, indices: Sequence[int], strategy: Callable[..., Sampler], stats: BatchStats) -> list[Result]:
-    """The results of rows that are decoded together, which are added to `stats`. indices: of the rows in the whole batch."""
-    run = Run(prepared, strategy(*prepared.configs), state.UNLIMITED)
-    for _ in run.updates():
-        pass
-    done = run.generation()
-    found = done.stats
-    stats.prompts += len(indices)
-    stats.new_tokens += found.new_tokens
-    stats.num_draft_tokens += found.num_draft_tokens
-    stats.num_accepted_draft_tokens += found.num_accepted_draft_tokens
-    stats.compile_s += found.compile_s
-    stats.prefill_s += found.prefill_s
-    stats.decode_s += found.decode_s
-    # Without a draft there is no histogram, and each round gives one token after the first.
-    rounds = [sum(row.acceptance_histogram) or row.new_tokens - 1 for row in found.rows]
-    stats.rounds += max(rounds)
-    stats.slot_rounds += max(rounds) * len(rounds)
-    stats.busy_rounds += sum(rounds)
-    texts, nothing = done.text or [None] * len(indices), [None] * len(indices)
-    columns = (indices, done.token_ids, texts, done.finish_reason, found.rows, done.logprobs or nothing, done.top_logprobs or nothing)
-    return [
-        Result(*row[:5], *(row[5:] if config.logprobs is not None else (None, None)))
-        for row, config in zip(zip(*columns, strict=True), prepared.configs, strict=True)
-    ]
