@@ -58,6 +58,7 @@ def test_a_single_prompt_has_bits(model, as_gpu, caplog):
         (dict(num_return_sequences=2), 1, "bits for single prompts alone"),
         (dict(draft="none", cache="kivi"), 1, "cache is kivi"),
         (dict(num_speculative_tokens=16), 1, "at most 15 drafts"),
+        (dict(temperature=0.5), 1, "bits for greedy decoding alone"),
     ],
 )
 def test_what_else_there_is_has_tokens_and_says_why(model, as_gpu, caplog, changes, prompts, why):

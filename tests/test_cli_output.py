@@ -1,6 +1,7 @@
 """What the command line writes: output files, standard output that cannot be written, and how a run ends that fails or is stopped."""
 
 import json
+import logging
 import math
 import os
 import signal
@@ -178,3 +179,9 @@ def test_devices_that_cannot_talk_to_each_other(monkeypatch, run, library, messa
     monkeypatch.setattr(cli, "_run", fails)
     code, out, err = run("demo")
     assert (code, out, err.count("\n")) == (1, "", 1) and f"{library}, through which devices talk" in err
+
+
+def test_messages_of_all_modules_but_a_few_are_shown(run):
+    assert run("--version")[0] == 0
+    shown = [logging.getLogger(f"qspec_jax.{module}").isEnabledFor(logging.INFO) for module in ("decoding.auto_exact", *cli.QUIET)]
+    assert shown == [True] + [False] * len(cli.QUIET)

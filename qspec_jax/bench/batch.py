@@ -15,7 +15,7 @@ from rich.console import RenderableType
 
 from qspec_jax.bench.simulated import SimulatedGreedy
 from qspec_jax.decoding.batch import run_batch
-from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.config import BITS, TOKENS, GenerationConfig
 from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.prefill_groups import layers_at_once
@@ -23,6 +23,7 @@ from qspec_jax.decoding.prepare import Prepared, prepare
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.results import BatchStats
 from qspec_jax.decoding.sampling import Sampler, make_sampler
+from qspec_jax.drafts.registry import AUTO
 from qspec_jax.drafts.step_bytes import bytes_in_loop, bytes_of
 from qspec_jax.errors import InputError
 from qspec_jax.kept_rows import NOT_KEPT, KeptRows
@@ -62,6 +63,7 @@ class BatchReport(Run):
         prompts: their number.
         batch_size: rows decoded at a time on each device.
         gamma: the most drafts of a round.
+        exact: "bits" for passes of fixed bits, else "tokens".
         prompt_tokens: in all prompts together.
         simulated_rate: the chance that a draft is accepted, given those before it; None: drafts were verified.
         rows: of each way.
@@ -82,6 +84,7 @@ class BatchReport(Run):
     prompts: int
     batch_size: int
     gamma: int
+    exact: str
     prompt_tokens: int
     simulated_rate: float | None
     rows: list[BatchRow]
@@ -105,6 +108,8 @@ class BatchReport(Run):
             shares = formatted(row.draft_acceptance_rate, ".3f"), f"{row.same_tokens:.1%}"
             found.add_row(row.way, f"{row.tokens_per_second:,.1f}", f"{row.busy_slots:.1%}", f"{s.rounds:,}", *seconds, *shares)
         notes = f"Batch size {self.batch_size}, {self.gamma} drafts a round, {self.prompt_tokens:,} tokens in the prompts."
+        if self.exact == BITS:
+            notes += " Passes have fixed bits."
         if self.simulated_rate is not None:
             notes += f" Acceptance is simulated, at a rate of {self.simulated_rate:.3f}."
         if self.speedup is not None:
@@ -179,9 +184,7 @@ def run(
         progress: see `progress_bar`.
     """
 
-    def strategy(*configs: GenerationConfig):
-        return make_sampler(*configs) if rate is None else SimulatedGreedy(jnp.full(len(configs), rate))
-
+    strategy = make_sampler if rate is None else lambda *configs: SimulatedGreedy(jnp.full(len(configs), rate))
     batch_size, prepared = min(batch_size, len(requests)), prepare(model, requests, batch_size=batch_size)
     settings = dict(batch_size=batch_size, strategy=strategy)
 
@@ -226,6 +229,7 @@ def run(
         prompts=len(requests),
         batch_size=batch_size,
         gamma=max(request.config.num_speculative_tokens for request in requests),
+        exact=TOKENS if prepared.exact == AUTO else prepared.exact,  # in a batch they are the same
         prompt_tokens=sum(len(request.tokens) for request in requests),
         simulated_rate=rate,
         rows=rows,

@@ -8,21 +8,10 @@ import sys
 
 from qspec_jax.cli import process
 
-# Modules of which messages of the level INFO are shown.
-INFORMING = (
-    "checkpoints.gguf_source",  # which types of codes are dequantized
-    "checkpoints.loading",  # which weights of a quantized checkpoint stay in INT4
-    "cli.chat",  # how long documents took to read
-    "cli.generate",  # which draft was chosen
-    "cli.prefill",  # what is read
-    "decoding.conversation",  # what is read again
-    "decoding.resolve",  # which draft was chosen
-    "decoding.skip_search",  # which layers it skips
-    "decoding.capacity",  # how many rows fit
-    "decoding.shared_prefixes",  # how many rows fit beside a prefix
-    "decoding.host_residence",  # how many layers of a cache in host memory are resident
-    "evaluate.harness",  # which settings of sampling a task has
-    "training.embedded_model",  # what is trained on
+# Modules of which no messages of the level INFO are shown.
+QUIET = (
+    "decoding.ahead",  # what could not be compiled ahead is compiled when it is needed
+    "training.corpus",  # which files of the corpus are left out
 )
 
 
@@ -44,8 +33,9 @@ def main(arguments: list[str] | None = None) -> None:
     from qspec_jax.errors import InputError, is_out_of_memory, more_memory
 
     logging.basicConfig(format="qspec: %(message)s", level=logging.WARNING, stream=sys.stderr)
-    for module in INFORMING:
-        logging.getLogger(f"qspec_jax.{module}").setLevel(logging.INFO)
+    logging.getLogger("qspec_jax").setLevel(logging.INFO)
+    for module in QUIET:
+        logging.getLogger(f"qspec_jax.{module}").setLevel(logging.WARNING)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # which warns of what a task leaves to defaults
     try:
         code = _run(sys.argv[1:] if own else list(arguments), own)

@@ -251,8 +251,8 @@ class _Settings:
         str,
         typer.Option(
             metavar="|".join(EXACT),
-            help="bits: greedy tokens are those of one-by-one decoding to the last one, near ties included; auto: for single prompts on "
-            "Hopper GPUs, where that costs hardly anything.",
+            help="bits: greedy tokens are those of one-by-one decoding to the last one, near ties included; auto: for single greedy "
+            "prompts on Hopper GPUs, where that costs hardly anything.",
         ),
     ] = AUTO
 

@@ -143,22 +143,29 @@ def _decoded(
     is_stopped: Callable[[], bool] = lambda: False,
     **settings: Any,
 ) -> Generator[Result, None, None]:
-    """The results of the requests that one engine takes. settings: as `Slots` takes them."""
+    """The results of the requests that one engine takes. settings: as `Slots` takes them. Raises InputError where memory has no room for a
+    row, before the first result is asked for."""
     if not one_by_one(prepared.configs):
         settings |= dict(strategy=strategy, view=view, stats=stats, is_stopped=is_stopped)
-        yield from Slots(prepared, waiting, rows, **settings).run()
-        return
+        return Slots(prepared, waiting, rows, **settings).run()
     if view != BOTH_PLANES:
         raise InputError(f"view is not for samples with exact {BITS}; leave one of them out")
+    return _one_by_one(prepared, waiting, strategy, stats, is_stopped)
+
+
+def _one_by_one(
+    prepared: Prepared, waiting: Queue, strategy: Callable[..., Sampler], stats: BatchStats, is_stopped: Callable[[], bool]
+) -> Generator[Result, None, None]:
+    """The results of requests that are decoded one after the other, each as if it were alone."""
     stats.batch_size = 1
     while True:
+        if is_stopped():
+            raise data_parallel.Stopped
         with waiting.lock:
             indices = waiting.first(1, None)
             waiting.take(indices)
         if not indices:
             return
-        if is_stopped():
-            raise data_parallel.Stopped
         yield from results_of(prepared.select(indices), indices, strategy, stats)
 
 

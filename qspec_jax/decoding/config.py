@@ -79,9 +79,9 @@ class GenerationConfig:
         group_size: tokens of a KV group, for caches that have groups. None: the cache's default.
         scheme: the quantizer of the int8 cache, "int8_first" or "paper".
         exact: "tokens" are the target's in exact arithmetic: passes of other shapes round differently, so near ties may be broken
-            differently. "bits": greedy tokens are those of one-by-one decoding of the prompt alone to the last one, and on a CPU samples
-            those of the same request alone (docs/exact.md says where it is refused, and what it costs). "auto": bits where a single
-            prompt has them at hardly any cost, which is on Hopper GPUs (`qspec_jax.decoding.auto_exact`), and tokens elsewhere.
+            differently. "bits": greedy tokens are those of one-by-one decoding of the prompt alone to the last one, and samples those of
+            the same request alone (docs/exact.md says where it is refused, and what it costs). "auto": bits where a single greedy prompt
+            has them at hardly any cost, which is on Hopper GPUs (`qspec_jax.decoding.auto_exact`), and tokens elsewhere.
     """
 
     max_new_tokens: int = 256
