@@ -376,6 +376,30 @@ def test_a_simulation_says_so(run, monkeypatch, tmp_path, caplog):
     ]
 
 
+@pytest.mark.parametrize(
+    ("baselines", "speedups"),
+    [({"bits": 4.0, "tokens": 3.0}, {"bits": 2.0, "tokens": 3.0}), ({"tokens": 3.0}, {"bits": 1.5, "tokens": 3.0})],
+)
+def test_a_row_is_compared_with_the_baseline_of_its_bits(baselines, speedups):
+    """Or with the one that there is."""
+    own = {"bits": 2.0, "tokens": 1.0}
+    row = lambda method, exact, ms: decode_rows.DecodeRow(method, 64, 1, "measured", exact=exact, ms_per_token=ms)
+    rows = [row("autoregressive", exact, ms) for exact, ms in baselines.items()] + [row("sparse", exact, ms) for exact, ms in own.items()]
+    found = {each.exact: each.speedup for each in decode_rows.compared(rows) if each.method == "sparse"}
+    assert found == speedups
+
+
+@pytest.mark.system
+def test_exact_bits_and_tokens_in_one_run(run):
+    code, out, _ = run(*FAST, "--methods", "autoregressive", "--exact", "bits", "--exact", "tokens")
+    words = [line.split() for line in out.splitlines()]
+    assert code == 0 and "With exact bits" not in out
+    assert [line[3] for line in words if line[1:3] == ["autoregressive", "0"] and "target" not in line and "sampling" not in line] == [
+        "bits",
+        "tokens",
+    ]
+
+
 def test_long_drafts_leave_room_for_the_figures(run, monkeypatch):
     def measured(model, int4, cases, prompts, settings, **_):
         steps = {"target": decode_rows.StepTiming(timing.Timing(1000.0, 1000.0, 1000.0, 1, 1, 1, ""), 4000, 0.5)}

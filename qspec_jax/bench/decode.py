@@ -22,7 +22,7 @@ from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.prepare import prepare
 from qspec_jax.drafts.draft import Draft
-from qspec_jax.drafts.registry import NONE, make_draft
+from qspec_jax.drafts.registry import AUTO, NONE, make_draft
 from qspec_jax.drafts.step_bytes import devices_of
 from qspec_jax.errors import InputError, is_out_of_memory, more_memory, named
 from qspec_jax.kept_rows import NOT_KEPT, KeptRows
@@ -43,6 +43,7 @@ def run(
     *,
     rates: Mapping[int, float] | None,
     batch_sizes: Sequence[int] = (1,),
+    exact: Sequence[str] = (AUTO,),
     beside: Sequence[DecodeRow] = (),
     kept: KeptRows = NOT_KEPT,
     progress: bool | None = None,
@@ -61,12 +62,13 @@ def run(
         settings: their rate is replaced by that of the context, and their bandwidth by the one that is measured.
         rates: simulated acceptance at each context; None: drafts are verified.
         batch_sizes: rows decoded together, ascending.
+        exact: see `GenerationConfig`; each case is measured with each, one after the other.
         beside: rows of other programs, to compare with.
         kept: the rows of an earlier run.
         progress: see `progress_bar`.
     """
     rows = []
-    cases = [Case(method, gamma) for method in methods for gamma in method.gammas(gammas)]
+    cases = [Case(method, gamma, exact=each) for method in methods for gamma in method.gammas(gammas) for each in exact]
     with progress_bar(total=1 + len(contexts) * len(batch_sizes) * len(cases), progress=progress) as bar:
         copies = any(CacheConfig.parse(method.cache).in_host_memory for method in methods)
         bandwidth = kept.measured("bandwidth", Bandwidth, lambda: _bandwidth(settings.repeats, copies=copies))
@@ -142,7 +144,8 @@ def measure(
 
     def label(case: Case, batch_size: int) -> str:
         settings = f"batch size {batch_size}, temperature {case.temperature:g}"
-        return f"{len(prompts[0]):,} tokens, {settings}, {case.method.name}, gamma {case.gamma}"
+        exact = "" if case.exact == AUTO else f", exact {case.exact}"
+        return f"{len(prompts[0]):,} tokens, {settings}, {case.method.name}, gamma {case.gamma}{exact}"
 
     missing = [case for case in cases if any(label(case, batch_size) not in kept for batch_size in batch_sizes)]
     made = [(case, attempt(make, case)) for case in missing]

@@ -49,7 +49,6 @@ class Settings:
         seed: of the random draws.
         bandwidth: with which the steps are measured too; None: whole decodes alone.
         repeats: timed batches of each step.
-        exact: see `GenerationConfig`.
     """
 
     max_new_tokens: int
@@ -58,7 +57,6 @@ class Settings:
     seed: int = 0
     bandwidth: Bandwidth | None = None
     repeats: int = 20
-    exact: str = AUTO
 
 
 def verifies(draft: Draft | None) -> bool:
@@ -84,7 +82,7 @@ class MeasuredCase:
         self.batch_size = batch_size
         self.devices = devices_of(model)
         self.model, self.method, self.gamma, self.context = model, case.method, case.gamma, len(prompts[0])
-        self.config = dataclasses.replace(case.config(settings.max_new_tokens), exact=settings.exact)
+        self.config = case.config(settings.max_new_tokens)
         self.fed = 1 if self.config.cache_config.guesses else case.gamma  # tokens of a pass besides the pending one
         self.rate = settings.rate if case.method.speculative else None
         self.inner_rate = settings.inner_rate if self.rate is not None and verifies(draft) else None
@@ -95,9 +93,9 @@ class MeasuredCase:
         self.sampler: Sampler = make_sampler(self.config) if self.rate is None else simulated()
         self.limits = make_limits(model, self.config)
         self.keys = prompt_keys(jax.random.key(settings.seed), len(prompts))
-        if settings.exact == BITS:
+        if case.exact == BITS:
             check_bits(model, self.config, draft, case.gamma)
-        elif settings.exact == AUTO:
+        elif case.exact == AUTO:
             rows = [list(prompts[0])] * batch_size
             exact = exact_of_rows(model, draft, self.config, rows, self.sampler, self.keys[:1], self.limits)
             self.config = dataclasses.replace(self.config, exact=exact)

@@ -41,10 +41,10 @@ class DecodeReport(Run):
         """Two tables: whole decodes, and their steps. Where the batch size is not always 1, they say what it is."""
         batches = any(row.batch_size > 1 for row in self.rows)
         of_host = [] if self.copy_bandwidth_gb_per_s is None else ["MB copied", "GB/s"]
-        columns = _columns(batches)
+        columns = _columns(batches, both=self._both)
         wraps = ("method", "prefill s", "compile s", "cache GB", "peak GB", "copies")
         whole = grid(*columns, left=("method",), wraps=wraps)
-        names = [label for label in ("context", "rows", "method", "gamma") if label in columns]
+        names = [label for label in ("context", "rows", "method", "gamma", "exact") if label in columns]
         steps = grid(*names, "step", "us", "quartiles", "MB", *of_host, "of its floor", left=("method", "step"), wraps=("method",))
         missing = ""
         for row in self.rows:
@@ -119,12 +119,18 @@ class DecodeReport(Run):
             *sorted({f"{row.method}: {row.note}." for row in self.rows if row.status == "measured" and row.note}),
         ]
         bits, tokens = ({(row.method, row.batch_size) for row in self.rows if row.exact == exact} for exact in (BITS, TOKENS))
-        if bits:
+        if bits and not self._both:
             listed = ", ".join(f"{method}{f', {size} rows' if batches else ''}" for method, size in sorted(bits))
             notes.append("All with exact bits." if not tokens else f"With exact bits: {listed}; the others with exact tokens.")
         if self.allocated_bytes:
             notes.append(f"JAX had given out at most {self.allocated_bytes / 1e9:.1f} GB of a device's memory at a time.")
         return notes
+
+    @property
+    def _both(self) -> bool:
+        """Whether a method was measured with exact bits and with exact tokens."""
+        bits, tokens = ({(row.method, row.batch_size) for row in self.rows if row.exact == exact} for exact in (BITS, TOKENS))
+        return bool(bits & tokens)
 
     def _simulated(self) -> list[str]:
         """How acceptance was simulated: a phrase for each rate."""
@@ -144,8 +150,8 @@ class DecodeReport(Run):
         return [f"{where(rate)}: {rate:.3f} of each draft, given those before it{mean(rate)}{''.join(inner)}" for rate in contexts]
 
 
-def _columns(batches: bool) -> dict[str, Callable[[DecodeRow], str]]:
-    """The columns of whole decodes; of batches those that depend on how many rows there are."""
+def _columns(batches: bool, *, both: bool) -> dict[str, Callable[[DecodeRow], str]]:
+    """The columns of whole decodes; of batches those that depend on how many rows there are. both: whether `exact` differs."""
 
     def figure(name: str, form: str, unit: str = "") -> Callable[[DecodeRow], str]:
         return lambda row: formatted(getattr(row, name), form, unit)
@@ -169,6 +175,7 @@ def _columns(batches: bool) -> dict[str, Callable[[DecodeRow], str]]:
         **(rows if batches else {}),
         "method": lambda row: row.method,
         "gamma": figure("gamma", "d"),
+        **({"exact": lambda row: row.exact or "-"} if both else {}),
         "accepted": ratio,
         "tokens/s": figure("tokens_per_second", ",.1f"),
         **(by_bytes if batches else {}),

@@ -10,7 +10,7 @@ from pallas_kernels.attention.support import MAX_ROUND_TOKENS
 from qspec_jax.bench.timing import Timing
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.config import AUTOREGRESSIVE, GenerationConfig, fitting
-from qspec_jax.drafts.registry import NONE, parse_draft
+from qspec_jax.drafts.registry import AUTO, NONE, parse_draft
 from qspec_jax.errors import DraftRoomError, HostMemoryError, InputError
 
 log = logging.getLogger(__name__)
@@ -53,11 +53,13 @@ class Case(NamedTuple):
         method: the method.
         gamma: drafts of a round, 0 for methods that do not draft.
         temperature: that tokens are drawn with.
+        exact: see `GenerationConfig`.
     """
 
     method: DecodeMethod
     gamma: int
     temperature: float = 0.0
+    exact: str = AUTO
 
     def config(self, max_new_tokens: int) -> GenerationConfig:
         """The settings of its decodes."""
@@ -67,6 +69,7 @@ class Case(NamedTuple):
             num_speculative_tokens=self.gamma,
             max_new_tokens=max_new_tokens,
             temperature=self.temperature,
+            exact=self.exact,
             ignore_eos=True,
         )
 
@@ -254,16 +257,17 @@ def attempt(function: Callable, *args):
 
 
 def compared(rows: Sequence[DecodeRow]) -> list[DecodeRow]:
-    """The rows of one temperature with what the baseline of the same context and batch size makes of them; with the byte model's limit, if
-    steps were measured."""
+    """The rows of one temperature with what the baseline of the same context and batch size makes of them, that of the same `exact` where
+    there are several; with the byte model's limit, if steps were measured."""
 
     def place(row):
         return (row.context, row.batch_size)
 
-    baselines = {place(row): row for row in rows if row.method == AUTOREGRESSIVE and row.ms_per_token}
+    measured = [row for row in rows if row.method == AUTOREGRESSIVE and row.ms_per_token]
+    baselines = {place(row): row for row in measured} | {(*place(row), row.exact): row for row in measured}
 
     def with_baseline(row: DecodeRow) -> DecodeRow:
-        baseline = baselines.get(place(row))
+        baseline = baselines.get((*place(row), row.exact), baselines.get(place(row)))
         if baseline is None or row.ms_per_token is None:
             return row
         row = dataclasses.replace(row, speedup=baseline.ms_per_token / row.ms_per_token)

@@ -124,8 +124,13 @@ def bench_decode(
         bool, typer.Option("--transformers-quantized", help="Measure it with its quantized cache too, which needs optimum-quanto.")
     ] = False,
     exact: Annotated[
-        str, typer.Option(metavar="|".join(EXACT), help="bits: all methods with passes of fixed bits; auto: as generate has it.")
-    ] = AUTO,
+        list[str] | None,
+        typer.Option(
+            metavar="|".join(EXACT),
+            help="bits: all methods with passes of fixed bits; auto, if not given: as generate has it; may be given several times, to "
+            "compare them in one run.",
+        ),
+    ] = None,
     devices: DevicesOfModel = None,
     weights: WeightsOption = None,
     seed: Seed = 0,
@@ -157,8 +162,9 @@ def bench_decode(
         if batch_sizes != [1]:
             raise InputError("--transformers measures one row only; leave out --batch-size")
         transformers_decode.check()
-    for method in methods:  # which refuses caches that have no fixed bits
-        GenerationConfig(cache=method.cache, draft=method.draft, exact=exact, num_speculative_tokens=max(gammas))
+    exacts = list(dict.fromkeys(exact or [AUTO]))
+    for method, each in itertools.product(methods, exacts):  # which refuses caches that have no fixed bits
+        GenerationConfig(cache=method.cache, draft=method.draft, exact=each, num_speculative_tokens=max(gammas))
     choice = WeightsChoice.parse(weights)
     shape = huggingface.load_config(model) if arch is None else architecture(arch, layers)
     if arch is not None or random_weights:
@@ -190,15 +196,16 @@ def bench_decode(
             name
             + ("" if layers is None else f", {layers} of {architecture(arch).num_layers} layers")
             + choice.described(in_int4=shape.int4_weights and (arch is not None or random_weights))
-            + (", exact bits" if exact == BITS else ""),
+            + (", exact bits" if exacts == [BITS] else ""),
             network,
             int4_of(network, random=arch is not None or random_weights),
             contexts,
             methods,
             gammas,
-            decode.Settings(max_new_tokens, inner_rate=simulate_inner_acceptance, seed=seed, repeats=repeats, exact=exact),
+            decode.Settings(max_new_tokens, inner_rate=simulate_inner_acceptance, seed=seed, repeats=repeats),
             rates=rates,
             batch_sizes=batch_sizes,
+            exact=exacts,
             beside=beside,
             kept=kept,
             progress=False if as_json else None,
