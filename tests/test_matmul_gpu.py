@@ -287,8 +287,7 @@ def test_many_rows_in_every_configuration_worth_measuring(inputs, outputs):
     weights = tuple(random_weight(out, inputs, i) for i, out in enumerate(outputs))
     x = activations(37, inputs, True)
     run = many_rows_kernel(x, weights)
-    for warpgroups, cluster in itertools.product((1, 2, 3, 4), (1, 2, 3, 5, 8)):
-        config = mosaic_wide_plan.Config(warpgroups, cluster)
+    for config in itertools.starmap(mosaic_wide_plan.Config, itertools.product((32, 64, 80, 128, 192, 224, 256), (1, 2, 3, 5, 8), (1, 2))):
         if mosaic_wide_plan.Plan(37, inputs // 128, outputs, 132, config).fits:
             y = run(x, weights, config=config)
             assert max(relative_error(part, x, weight) for part, weight in zip(separate(y, weights), weights)) <= 5e-3, config
@@ -322,7 +321,7 @@ def test_plans_of_many_rows_fit(rows, group_size):
             assert share.count > 0 and (share.upper - share.lower == 1 if plan.config.cluster > 1 else share.upper > share.lower)
             worked[share.lower : share.upper, share.first : share.first + share.count] += 1
         assert (worked == 1).all()
-        sums = 4 * plan.tile * 8 * plan.row_tiles
+        sums = plan.math_warps * plan.row_tiles * 32 * mosaic_wide_block.SUMS_BYTES
         assert plan.config.cluster == 1 or sums <= plan.slots * plan.slot_bytes
         assert plan.config == mosaic_wide_plan.Plan.fitting(64, groups, outputs, 132, parameters).config
 

@@ -129,13 +129,15 @@ def test_a_missing_order_is_seen(monkeypatch, function, caller):
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs", "blocks", "config", "outliers"),
     [
-        (9, 1280, (64,), 1, WideConfig(1, 1), False),  # scales in two slots, of which the second is not full
-        (24, 256, (48, 16, 32), 2, WideConfig(1, 1), True),  # a tile that is not full, and of two weights
-        (64, 512, (128, 64), 1, WideConfig(1, 1), False),  # tiles one after the other
-        (24, 768, (80,), 1, WideConfig(2, 3), False),  # a tile of rows for each block
-        (64, 1280, (64, 64), 1, WideConfig(1, 2), True),  # more steps for one block than for the other
-        (33, 1024, (64,), 1, WideConfig(1, 1), False),
-        (1, 4608, (16,), 1, WideConfig(1, 1), True),  # more steps than the ring has slots
+        (9, 1280, (64,), 1, WideConfig(64, 1), False),  # scales in two slots, of which the second is not full
+        (24, 256, (48, 16, 32), 2, WideConfig(64, 1), True),  # a tile that is not full, and of two weights
+        (64, 512, (128, 64), 1, WideConfig(64, 1), False),  # tiles one after the other
+        (24, 768, (80,), 1, WideConfig(128, 3), False),  # a tile of rows for each block
+        (64, 1280, (64, 64), 1, WideConfig(64, 2), True),  # more steps for one block than for the other
+        (33, 1024, (64,), 1, WideConfig(64, 1), False),
+        (1, 4608, (16,), 1, WideConfig(64, 1), True),  # more steps than the ring has slots
+        (17, 768, (80, 32), 2, WideConfig(48, 1), False),  # warps without outputs
+        (9, 1280, (64, 16), 1, WideConfig(80, 2, 2), False),  # warpgroups that divide the inputs, one without steps of a second slot
     ],
 )
 def test_int4_matmul_of_many_rows(rows, inputs, outputs, blocks, config, outliers):
@@ -151,9 +153,10 @@ def test_int4_matmul_of_many_rows(rows, inputs, outputs, blocks, config, outlier
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs", "blocks", "config", "outliers"),
     [
-        (1, 1280, (48, 16, 32), 2, WideConfig(1, 1), False),
-        (24, 768, (80,), 1, WideConfig(2, 3), True),
-        (64, 1280, (64, 64), 1, WideConfig(1, 2), False),
+        (1, 1280, (48, 16, 32), 2, WideConfig(64, 1), False),
+        (24, 768, (80,), 1, WideConfig(128, 3), True),
+        (64, 1280, (64, 64), 1, WideConfig(64, 2), False),
+        (9, 1536, (96,), 1, WideConfig(32, 3, 2), True),
     ],
 )
 def test_nested_matmul(rows, inputs, outputs, blocks, config, outliers, group_size, steps):
@@ -168,7 +171,7 @@ def test_nested_matmul(rows, inputs, outputs, blocks, config, outliers, group_si
 
 def test_one_of_many_rows_depends_on_no_other():
     x, weight = activations(17, 512, True), random_weight(64, 512, 0)
-    multiply = lambda x: np.asarray(at_once(wide_matmul.run)(WidePlan(len(x), 4, (64,), 1, WideConfig(1, 1)), x, [weight]))
+    multiply = lambda x: np.asarray(at_once(wide_matmul.run)(WidePlan(len(x), 4, (64,), 1, WideConfig(64, 1)), x, [weight]))
     together = multiply(x)
     np.testing.assert_array_equal(multiply(x[-9:]), together[-9:])
     for row, spoilt in ((2, jnp.nan), (16, jnp.inf)):  # the last is one of those that a tile has no activations for
@@ -182,7 +185,7 @@ def test_nibbles_as_bfloat16_are_rounded_once():
     r = np.random.default_rng(0)
     scale, zero = (jnp.asarray(r.standard_normal((16, 2)) * 10.0 ** r.integers(-12, 7, (16, 2)), jnp.bfloat16) for _ in range(2))
     weight = Int4Weight(jnp.asarray(r.integers(0, 256, (16, 2, 64), np.uint8)), scale.at[0, 0].set(0), zero)
-    plan = WidePlan(64, 2, (16,), 1, WideConfig(1, 1))
+    plan = WidePlan(64, 2, (16,), 1, WideConfig(64, 1))
     y = jnp.concatenate([at_once(wide_matmul.run)(plan, x, [weight]) for x in jnp.split(jnp.eye(256, dtype=jnp.bfloat16), 4)])
     exact = dequantize_weight(weight, jnp.float32)
     np.testing.assert_array_equal(np.asarray(y), np.asarray(exact.T.astype(jnp.bfloat16)))
@@ -196,7 +199,7 @@ def test_nested_codes_as_bfloat16_are_rounded_once(steps):
     codes = r.permutation(np.arange(16 * 2 * 128) % 256).reshape(16, 2, 128).astype(np.uint8)
     upper = Int4Weight(pack(jnp.asarray(codes >> 4)), scale.at[0, 0].set(0), zero)
     weight = NestedWeight(upper, pack(jnp.asarray(codes & 15)), steps)
-    plan = WidePlan(64, 2, (16,), 1, WideConfig(1, 1), Parameters(lower_steps=steps))
+    plan = WidePlan(64, 2, (16,), 1, WideConfig(64, 1), Parameters(lower_steps=steps))
     y = jnp.concatenate([at_once(wide_matmul.run)(plan, x, [weight]) for x in jnp.split(jnp.eye(256, dtype=jnp.bfloat16), 4)])
     exact = dequantize_weight(weight, jnp.float32)
     np.testing.assert_array_equal(np.asarray(y), np.asarray(exact.T.astype(jnp.bfloat16)))
@@ -211,7 +214,7 @@ def test_weights_with_zero_points_are_rounded_once(group_size, scale_dtype):
     scale = jnp.asarray(r.standard_normal((16, groups)) * 10.0 ** r.integers(-7, 3, (16, groups)), scale_dtype)
     zero = jnp.asarray(np.arange(16 * groups).reshape(16, groups) % 17, jnp.int16)
     weight = Int4Weight(jnp.asarray(r.integers(0, 256, (16, groups, group_size // 2), np.uint8)), scale.at[0, 0].set(0), zero)
-    plan = WidePlan(64, 2, (16,), 1, WideConfig(1, 1), parameters_of(weight))
+    plan = WidePlan(64, 2, (16,), 1, WideConfig(64, 1), parameters_of(weight))
     y = jnp.concatenate([at_once(wide_matmul.run)(plan, x, [weight]) for x in jnp.split(jnp.eye(256, dtype=jnp.bfloat16), 4)])
     exact = dequantize_weight(weight, jnp.float32)
     np.testing.assert_array_equal(np.asarray(y), np.asarray(exact.T.astype(jnp.bfloat16)))
@@ -223,7 +226,7 @@ def test_int4_matmul_of_many_rows_with_zero_points_and_small_groups(group_size, 
     weights = [random_weight(out, 1280, i, group_size) for i, out in enumerate((48, 32))]
     weights = [with_zero_points(weight, scale_dtype) for weight in weights] if scale_dtype else weights
     x = activations(24, 1280, False)
-    y = at_once(wide_matmul.run)(WidePlan(24, 10, (48, 32), 2, WideConfig(1, 2), parameters_of(weights[0])), x, weights)
+    y = at_once(wide_matmul.run)(WidePlan(24, 10, (48, 32), 2, WideConfig(64, 2), parameters_of(weights[0])), x, weights)
     for part, weight in zip(separate(y, weights), weights):
         assert relative_error(part, x, weight) <= 5e-3
 
@@ -243,7 +246,7 @@ def test_int4_matmul_of_many_rows_with_zero_points_and_small_groups(group_size, 
 )
 def test_a_missing_order_of_the_matmul_of_many_rows_is_seen(monkeypatch, module, function, caller):
     # More steps than slots of either ring, so that every slot is filled again.
-    plan = WidePlan(9, 72, (64,), 1, WideConfig(1, 2))
+    plan = WidePlan(9, 72, (64,), 1, WideConfig(64, 2))
     assert plan.steps > 2 * plan.slots and plan.groups > 2 * PARAMETER_SLOTS * PARAMETER_GROUPS
     x, weight = activations(9, 72 * 128, False), random_weight(64, 72 * 128, 0)
     done = getattr(module, function)

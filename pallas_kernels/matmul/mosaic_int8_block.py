@@ -192,7 +192,7 @@ def add_blocks(plan: Plan, at: dict, share: ClusterShare, thread) -> None:
         with ptx.when(item < items):
             tile, number = share.lower + item // plan.pairs, item % plan.pairs
             scales = scales_of(plan, at, tile, number)
-            pair = sums_of_cluster(at["shared"] + plan.layout.at("partials") + item * PAIR_BYTES, 2, plan.cluster)
+            pair = sums_of_cluster([at["shared"] + plan.layout.at("partials") + item * PAIR_BYTES], 2, plan.cluster)
             write_pair(plan, at["y"], tile, number, pair, scales)
         return carry
 

@@ -16,10 +16,12 @@ from pallas_kernels.matmul.mosaic_wide_plan import (
     CODE_WARPS,
     COLUMNS,
     GROUP_SIZE,
+    MAX_MATH_WARPS,
     MMA_BYTES,
     PARAMETER_GROUPS,
     PARAMETER_SLOTS,
     STEP_GROUPS,
+    WARP_OUTPUTS,
     X_BYTES,
     X_WARPS,
     Plan,
@@ -31,7 +33,7 @@ CODE_LANES = 32 * CODE_WARPS
 PIECE_BYTES = 16  # that a lane copies at once
 COLUMN_BYTES = 64  # of 32 inputs of a row of activations, which a warp copies at once
 PIECES_AT_ONCE = 16  # of activations that a lane has in registers
-WARP_OUTPUTS = 16  # of a tile
+PIECES_BESIDE = 12  # that it has of steps ahead beside the most math warps, with which there are 96 registers
 SUMS_BYTES = 16  # of a lane's sums of a tile of rows
 ONES = 0x3F803F80  # a pair of bfloat16
 
@@ -55,8 +57,10 @@ def emit_block(plan: Plan, refs: dict) -> None:
         ring.start(CODE_LANES + X_WARPS, plan.math_warps)
         parameters.start(CODE_LANES, plan.math_warps)
     ptx.synchronize(ptx.i32(0), plan.warps)
-    with ptx.when(warp < plan.math_warps):
-        multiply(plan, at, share, ring, parameters, warp, lane)
+    for part in range(plan.config.split):
+        first = part * plan.tile_warps
+        with ptx.when((ptx.i32(first - 1) < warp) & (warp < first + plan.tile_warps)):
+            multiply(plan, at, share, ring, parameters, part, warp - first, lane)
     with ptx.when((ptx.i32(plan.math_warps - 1) < warp) & (warp < plan.math_warps + CODE_WARPS)):
         produce_codes(plan, at, share, ring, parameters, thread - 32 * plan.math_warps)
     with ptx.when(ptx.i32(plan.math_warps + CODE_WARPS - 1) < warp):
@@ -153,9 +157,13 @@ def produce_activations(plan: Plan, x, share: ClusterShare, ring: Ring, warp, la
     x = Activations(plan, x, share, warp, lane)
     first, *others = x.lots()
 
+    def following(number):
+        """After the last step comes the next tile's first."""
+        return ptx.select(number + 1 < share.count, number + 1, ptx.i32(0))
+
     def one_tile(tile, carry):
         def step(number, carry):
-            slot, parity, words = carry
+            slot, parity, ahead, words, *later = carry
             ptx.wait_for_arrivals(ring.emptied_barrier(slot), parity)
             to = ring.slot(slot) + plan.code_bytes
             x.store(to, first, words)
@@ -163,13 +171,16 @@ def produce_activations(plan: Plan, x, share: ClusterShare, ring: Ring, warp, la
                 x.store(to, lot, x.load(number, lot))
             fragments.publish()
             arrive_for_warp(ring.filled_barrier(slot), lane)
-            # Those of the next step are on their way while a slot is waited for. After the last comes the next tile's first.
-            following = ptx.select(number + 1 < share.count, number + 1, ptx.i32(0))
-            return *ring.following(slot, parity), x.load(following, first)
+            # Those of the next steps are on their way while a slot is waited for.
+            return *ring.following(slot, parity), following(ahead), *later, x.load(ahead, first)
 
         return ptx.loop(ptx.i32(0), share.count, carry, step)
 
-    ptx.loop(share.lower, share.upper, (ptx.i32(0), ptx.i32(1), x.load(ptx.i32(0), first)), one_tile)
+    ahead, words = ptx.i32(0), []
+    for _ in range(max(1, (PIECES_AT_ONCE if plan.math_warps < MAX_MATH_WARPS else PIECES_BESIDE) // len(first))):
+        words.append(x.load(ahead, first))
+        ahead = following(ahead)
+    ptx.loop(share.lower, share.upper, (ptx.i32(0), ptx.i32(1), ahead, *words), one_tile)
 
 
 class Activations:
@@ -217,12 +228,15 @@ class Activations:
 # Math warps -----------------------------------------------------------------------------------------------------
 
 
-def multiply(plan: Plan, at: dict, share: ClusterShare, ring: Ring, parameters: Ring, warp, lane) -> None:
-    """Multiplies all tiles, and writes the warp's outputs; in a cluster it leaves its sums in shared memory."""
+def multiply(plan: Plan, at: dict, share: ClusterShare, ring: Ring, parameters: Ring, part: int, warp, lane) -> None:
+    """Multiplies all tiles by a part of the inputs of each step, and writes the warp's outputs; in a cluster it leaves its sums in shared
+    memory. warp: among those of the part."""
+    # A warp without outputs does as the last that has some, for products are of whole warpgroups.
+    output = ptx.minimum(warp * WARP_OUTPUTS, ptx.i32(plan.tile - WARP_OUTPUTS))
     # Where a lane's row of codes is for `load_matrices`, whose matrices are two of rows and two columns of 16 bytes.
-    codes_at = (warp * 16 + (lane & 15)) * plan.code_pitch
+    codes_at = (output + (lane & 15)) * plan.code_pitch
     moved = ((lane >> 4) ^ (lane & 7)) * PIECE_BYTES
-    parameters_at = (warp * 16 + (lane >> 2)) * plan.parameter_pitch
+    parameters_at = (output + (lane >> 2)) * plan.parameter_pitch
 
     def one_tile(tile, carry):
         def some(first, last, carry):
@@ -234,7 +248,7 @@ def multiply(plan: Plan, at: dict, share: ClusterShare, ring: Ring, parameters: 
                 slot, parity, acc = carry
                 ptx.wait_for_arrivals(ring.filled_barrier(slot), parity)
                 scales = scales_at + (number - first) * (2 * STEP_GROUPS * plan.parameters.subgroups)
-                acc = add_step(plan, acc, ring.slot(slot), codes_at, moved, scales)
+                acc = add_step(plan, part, acc, ring.slot(slot), codes_at, moved, scales)
                 arrive_for_warp(ring.emptied_barrier(slot), lane)
                 return *ring.following(slot, parity), acc
 
@@ -251,20 +265,21 @@ def multiply(plan: Plan, at: dict, share: ClusterShare, ring: Ring, parameters: 
         else:
             ptx.synchronize(ptx.i32(1), plan.math_warps)  # no warp reads the ring any more
             for i, sums in enumerate(tiles):
-                ptx.store_shared(sums_at(plan, at["shared"], warp, ptx.i32(i), lane), *sums)
+                ptx.store_shared(sums_at(plan, at["shared"], part, warp, ptx.i32(i), lane), *sums)
         return tuple(carry)
 
     empty = ptx.i32(0), ptx.i32(0)
     ptx.loop(share.lower, share.upper, (*empty, *empty), one_tile)
 
 
-def add_step(plan: Plan, acc: list, slot, codes_at, moved, scales_at) -> list:
-    """Adds the products of a step, which are done when it returns."""
+def add_step(plan: Plan, part: int, acc: list, slot, codes_at, moved, scales_at) -> list:
+    """Adds the products of a part of a step, which are done when it returns."""
     # A word has the scales or zeros of two subgroups.
     subgroups, columns = plan.parameters.subgroups, CODE_BYTES // PIECE_BYTES
     at = [scales_at + array * (plan.tile * plan.parameter_pitch) for array in (0, 1)]
     words = [[[ptx.load_shared(x + (row * plan.parameter_pitch + 4 * i), 1)[0] for x in at] for row in (0, 8)] for i in range(subgroups)]
-    for group in range(STEP_GROUPS):
+    each = STEP_GROUPS // plan.config.split
+    for group in range(part * each, (part + 1) * each):
         numbers = [group * subgroups + i for i in range(subgroups)]
         # [subgroup][row]
         rows = [[Unpacked(plan, *(in_both_halves(x, number % 2) for x in pair)) for pair in words[number // 2]] for number in numbers]
@@ -331,7 +346,7 @@ def write_outputs(plan: Plan, y, tile, warp, row_tile, sums: list, lane) -> None
     output, row = tile * plan.tile + warp * WARP_OUTPUTS, row_tile * COLUMNS + (lane >> 2)
     # Two neighbouring outputs of row g.
     words = [fragments.transpose(numerics.pair(*sums[i : i + 2], "bf16")) for i in (0, 2)]
-    with ptx.when((row < plan.rows) & (output < plan.width)):
+    with ptx.when((row < plan.rows) & (output < plan.width) & (warp * WARP_OUTPUTS < plan.tile)):
         place = (ptx.i64(row) * plan.width + ptx.i64(output + (lane & 3) * 2)) * X_BYTES
         for i, word in enumerate(words):
             ptx.store_global(y + place + i * (8 * X_BYTES), word)
@@ -340,17 +355,18 @@ def write_outputs(plan: Plan, y, tile, warp, row_tile, sums: list, lane) -> None
 # Adding the sums of a cluster --------------------------------------------------------------------------------------
 
 
-def sums_at(plan: Plan, shared, warp, row_tile, lane):
-    """The address of a lane's sums of a tile of rows."""
-    return shared + ((warp * plan.row_tiles + row_tile) * 32 + lane) * SUMS_BYTES
+def sums_at(plan: Plan, shared, part: int, warp, row_tile, lane):
+    """The address of a lane's sums of a tile of rows. warp: among those of the part."""
+    return shared + (((warp + part * plan.tile_warps) * plan.row_tiles + row_tile) * 32 + lane) * SUMS_BYTES
 
 
 def add_blocks(plan: Plan, at: dict, share: ClusterShare, warp, lane) -> None:
-    """Adds the sums of the cluster's blocks, in the order of their ranks, and writes outputs; each block takes some tiles of rows."""
+    """Adds the sums of the cluster's blocks and of their parts, in this order, and writes outputs; each block takes some tiles of rows."""
     cluster = plan.config.cluster
-    with ptx.when(warp < plan.math_warps):
+    with ptx.when(warp < plan.tile_warps):
         for first in range(0, plan.row_tiles, cluster):
             row_tile = share.rank + first
             with ptx.when(row_tile < plan.row_tiles):
-                sums = sums_of_cluster(sums_at(plan, at["shared"], warp, row_tile, lane), 4, cluster)
+                addresses = [sums_at(plan, at["shared"], part, warp, row_tile, lane) for part in range(plan.config.split)]
+                sums = sums_of_cluster(addresses, 4, cluster)
                 write_outputs(plan, at["y"], share.lower, warp, row_tile, sums, lane)

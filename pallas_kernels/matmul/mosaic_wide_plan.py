@@ -1,13 +1,16 @@
 """How the Mosaic GPU matmul of many rows by INT4 weights, or by nested ones, divides its work, and where all lies in shared memory."""
 
 import dataclasses
+import functools
 import math
 
 from pallas_kernels.gpu.launch import MAX_CLUSTER, clusters_at_once
 from pallas_kernels.gpu.layout import ROOM, Layout
 from pallas_kernels.matmul.support import DEFAULT_PARAMETERS, GROUP_SIZE, Parameters
 
-WARPGROUP_OUTPUTS = 64  # that a math warpgroup multiplies at once, 16 a warp
+WARP_OUTPUTS = 16  # of a tile
+WARPGROUP_OUTPUTS = 4 * WARP_OUTPUTS  # that a math warpgroup multiplies at once
+MAX_TILE = 256
 COLUMNS = 8  # of activations in a tile of the tensor cores, a row each
 MAX_ROWS = 64
 CODE_WARPS = 2  # they copy codes, scales and zeros
@@ -19,6 +22,8 @@ MMA_BYTES = MMA_INPUTS * X_BYTES * COLUMNS  # of the activations of one such pro
 PARAMETER_GROUPS = 8  # whose scales and zeros are copied at once: those of one step are a few bytes of each output
 PARAMETER_SLOTS = 2
 MIN_SLOTS, MAX_SLOTS = 2, 8
+MAX_MATH_WARPS = 16
+MAX_RUNS = 4  # of a tile; a lane that copies has an address of each, in each array
 STEP_GROUPS = 2  # groups of inputs that a block takes at once
 # What beginning, adding up sums, and ending takes the blocks of a cluster, in bytes that each could copy meanwhile.
 CLUSTER_BYTES = 96 * 1024
@@ -26,13 +31,17 @@ CLUSTER_BYTES = 96 * 1024
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How the work is divided.
+    """How the work is divided. With the same cluster and split a row has the same sums in the same order.
 
-    warpgroups: of math warps, 64 outputs of a tile each. cluster: blocks that divide the inputs of a tile among them.
+    Attributes:
+        tile: outputs that a block works on at once, a multiple of 16.
+        cluster: blocks that divide the inputs of a tile among them.
+        split: parts of the inputs of a step, each multiplied by warpgroups of its own; 1, or in a cluster 2.
     """
 
-    warpgroups: int
+    tile: int
     cluster: int
+    split: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,17 +80,16 @@ class Plan:
 
         It has the same configuration for any number of rows, and with it each row the same sums in the same order.
         """
-        sizes = range(1, MAX_CLUSTER + 1)
-        shapes = [Config(n, size) for n in (4, 3, 2, 1) for size in sizes]
-        plans = [cls(MAX_ROWS, groups, outputs, multiprocessors, config, parameters) for config in shapes]
-        plans = [plan for plan in plans if plan.fits]
-        return dataclasses.replace(min(plans, key=lambda plan: plan.cost), rows=rows)
+        return cls(rows, groups, outputs, multiprocessors, config_of(groups, outputs, multiprocessors, parameters), parameters)
 
     @property
     def fits(self) -> bool:
         """Whether there is room for it, and work for each of its blocks."""
         whole = self.groups % STEP_GROUPS == 0
-        return whole and self.slots >= MIN_SLOTS and self.config.cluster <= self.steps
+        divided = self.config.split == 1 or self.config.cluster > 1
+        addressed = self.tile <= MAX_RUNS * self.run
+        room = self.math_warps <= MAX_MATH_WARPS and self.slots >= MIN_SLOTS
+        return whole and divided and addressed and room and self.config.cluster <= self.steps
 
     @property
     def cost(self) -> int:
@@ -103,8 +111,7 @@ class Plan:
 
     @property
     def tile(self) -> int:
-        """Outputs that a block works on at once."""
-        return WARPGROUP_OUTPUTS * self.config.warpgroups
+        return self.config.tile
 
     @property
     def tiles(self) -> int:
@@ -124,8 +131,13 @@ class Plan:
         return self.clusters * self.config.cluster
 
     @property
+    def tile_warps(self) -> int:
+        """Math warps for the outputs of a tile, whole warpgroups of them: the last may have nothing to do."""
+        return 4 * math.ceil(self.tile / WARPGROUP_OUTPUTS)
+
+    @property
     def math_warps(self) -> int:
-        return 4 * self.config.warpgroups
+        return self.tile_warps * self.config.split
 
     @property
     def warps(self) -> int:
@@ -199,3 +211,16 @@ class Plan:
         """Slots of the ring of codes and activations, limited by the room in shared memory."""
         others = self._layout(0).total + 2 * 8 * MAX_SLOTS
         return max(0, min(MAX_SLOTS, (ROOM - others) // self.slot_bytes))
+
+
+@functools.cache
+def config_of(groups: int, outputs: tuple[int, ...], multiprocessors: int, parameters: Parameters) -> Config:
+    """The configuration with which the busiest multiprocessor copies the least, with as many rows as there may be.
+
+    Of those that were measured, in which each math warp has outputs and all inputs. Smaller tiles share work among multiprocessors more
+    evenly: 28672 outputs in tiles of 224 keep 128 of 132 busy, and in tiles of 256 112.
+    """
+    sizes = range(1, MAX_CLUSTER + 1)
+    shapes = [Config(tile, size) for tile in range(MAX_TILE, 0, -WARPGROUP_OUTPUTS) for size in sizes]
+    plans = [Plan(MAX_ROWS, groups, outputs, multiprocessors, config, parameters) for config in shapes]
+    return min((plan for plan in plans if plan.fits), key=lambda plan: plan.cost).config

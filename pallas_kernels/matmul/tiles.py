@@ -47,7 +47,7 @@ def add_clusters(add: Callable[[], None]) -> None:
     ptx.meet_cluster()
 
 
-def sums_of_cluster(address, words: int, cluster: int) -> list:
-    """Sums of float32 words at the same address of each block's shared memory, in the order of the blocks' ranks."""
-    found = [ptx.load_cluster(ptx.in_block(address, ptx.i32(rank)), words, "f") for rank in range(cluster)]
+def sums_of_cluster(addresses: list, words: int, cluster: int) -> list:
+    """Sums of float32 words at the same addresses of each block's shared memory, in the order of the blocks' ranks."""
+    found = [ptx.load_cluster(ptx.in_block(at, ptx.i32(rank)), words, "f") for rank in range(cluster) for at in addresses]
     return [numerics.total(each) for each in zip(*found)]
