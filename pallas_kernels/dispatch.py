@@ -64,6 +64,7 @@ KERNELS = (
     Kernel("matmul", "mosaic_gpu", "int4", 1, 16),
     Kernel("matmul", "triton", "int4", 1, 16),
     Kernel("matmul", "mosaic_gpu", "nested", 1, 64, module="mosaic_wide", fixed_order_rows=64),
+    Kernel("matmul", "mosaic_gpu", "nested", 1, 8),
     Kernel("matmul", "triton", "nested", 1, 16),
     Kernel("matmul", "mosaic_int8", "int8", 1, 1, fixed_order_rows=16),
     Kernel("matmul", "mosaic_int8", "int8", 9, 16),

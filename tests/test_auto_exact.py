@@ -1,5 +1,6 @@
 """Exact "auto": bits for a single prompt where a GPU has them, and tokens elsewhere."""
 
+import dataclasses
 import logging
 from types import SimpleNamespace
 
@@ -66,6 +67,17 @@ def test_what_else_there_is_has_tokens_and_says_why(model, as_gpu, caplog, chang
         run = run_of(model, PROMPTS[:prompts], **changes)
     assert run.prepared.exact == "tokens" and not isinstance(run.engine.target, UniformModel)
     assert "exact auto: tokens, since " in caplog.text and "give exact tokens" not in caplog.text and why in caplog.text
+
+
+@pytest.mark.parametrize("coded", ["int4_weights", "nested_weights"])
+def test_a_model_with_coded_weights_has_tokens(model, as_gpu, caplog, coded):
+    """With INT4 or nested weights kernels of a fixed order take longer than others."""
+    prepared = prepare(model, PROMPTS[:1], config=CONFIG, key=jax.random.key(0))
+    config = dataclasses.replace(model.config, **{coded: True})
+    prepared = dataclasses.replace(prepared, model=SimpleNamespace(config=config, dtype=model.dtype))
+    with caplog.at_level(logging.INFO):
+        assert auto_exact.resolve_exact(prepared, None, None, None).exact == "tokens"
+    assert "bits for linear layers in bfloat16 alone" in caplog.text
 
 
 def test_a_model_without_kernels_of_fixed_order_has_tokens(model, as_gpu, monkeypatch, caplog):

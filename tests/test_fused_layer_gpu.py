@@ -80,6 +80,20 @@ def test_zero_points_and_small_groups(shape, rows, group_size, scale_dtype):
         assert relative_error(a, c) <= min(1.25 * relative_error(d, c) + 1e-3, 1.5e-2)
 
 
+@gpu
+@pytest.mark.parametrize(("group_size", "steps"), [(128, 16), (128, 8), (64, 8), (32, 16)])
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("shape", [(4096, 4096, 14336, (4096, 1024, 1024)), (4096, 2048, 5504, (2048, 2048, 2048)), (256, 256, 256, ())])
+def test_nested(shape, rows, group_size, steps):
+    args = random_layer(*shape, rows, True, group_size=group_size, lower_steps=steps)
+    skip_or_fail("mosaic_gpu", mosaic_gpu.unsupported(arguments(*args)))
+    found, again, expected = run(*args), run(*args), exact(*args)
+    composed = between_attentions(*args, eps=EPS, implementation="reference")[:2]
+    for a, b, c, d in zip(found, again, expected, composed):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+        assert relative_error(a, c) <= min(1.25 * relative_error(d, c) + 1e-3, 1.5e-2)
+
+
 def problem_here(*args) -> list:
     """`random_layer`; skips the test where this machine cannot run the kernel."""
     found = random_layer(*args)

@@ -217,6 +217,7 @@ def test_a_kernel_under_vmap_runs_for_one_after_the_other():
 
 WIDE_ROWS = next(kernel.min_rows for kernel in dispatch.kernels("matmul", "int4") if kernel.module == "mosaic_wide")
 many_rows = jax.jit(mosaic_wide.coded_matmul, static_argnames="config")
+few_rows = jax.jit(mosaic_gpu.coded_matmul)
 
 
 def many_rows_kernel(x: jax.Array, weights: Sequence[Int4Weight]) -> Callable:
@@ -356,6 +357,18 @@ def test_nested_equals_float32(rows, inputs, outputs):
         assert max(relative_error(part, x, weight) for part, weight in zip(separate(y, weights), weights)) <= 5e-3
         first = np.asarray(y)
         np.testing.assert_array_equal(np.asarray(many_rows(x[-1:], weights)), first[-1:])
+
+
+@gpu
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), with_rows([1, 8, 3], [*SHAPES, ODD_GROUPS]))
+def test_nested_of_few_rows_equals_float32(rows, inputs, outputs):
+    for group_size, steps, outliers in ((128, 16, True), (128, 8, False), (64, 16, False), (32, 8, True)):
+        weights = tuple(nested_weight(out, inputs, i, group_size, steps) for i, out in enumerate(outputs))
+        x = activations(rows, inputs, outliers)
+        skip_or_fail("mosaic_gpu", mosaic_gpu.unsupported(x, weights))
+        y = few_rows(x, weights)
+        assert max(relative_error(part, x, weight) for part, weight in zip(separate(y, weights), weights)) <= 5e-3
+        np.testing.assert_array_equal(np.asarray(few_rows(x[-1:], weights)), np.asarray(y)[-1:])
 
 
 @gpu

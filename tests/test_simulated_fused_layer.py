@@ -37,8 +37,19 @@ def simulated(monkeypatch):
         ((256, 512, 256, (32, 16, 16)), 1, 3, 1, {}),
         ((256, 256, 256, (32,)), 2, 2, 2, dict(scale_dtype=jnp.float16)),
         ((256, 256, 256, (32,)), 2, 2, 2, dict(scale_dtype=jnp.float16, group_size=32)),
+        ((256, 384, 256, (32, 16)), 3, 2, 2, dict(lower_steps=16)),
+        ((256, 256, 256, ()), 1, 2, 2, dict(lower_steps=8, group_size=64)),
+        ((256, 256, 256, (32,)), 2, 2, 2, dict(lower_steps=16, group_size=32)),
     ],
-    ids=["three stages", "four stages, fewer blocks fit than there are", "zero points", "zero points, small groups"],
+    ids=[
+        "three stages",
+        "four stages, fewer blocks fit than there are",
+        "zero points",
+        "zero points, small groups",
+        "nested",
+        "nested and calibrated, small groups",
+        "nested, smaller groups",
+    ],
 )
 def test_between_attentions(monkeypatch, shape, rows, blocks, resident, parameters):
     monkeypatch.setattr(fused_layer, "launch", functools.partial(launch, resident=resident))

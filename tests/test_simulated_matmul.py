@@ -87,6 +87,20 @@ def test_int4_matmul_with_zero_points_and_small_groups(rows, inputs, outputs, bl
         assert relative_error(part, x, weight) <= 5e-3
 
 
+@pytest.mark.parametrize(("group_size", "steps"), [(128, 16), (64, 8), (32, 16)])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "blocks", "room", "outliers"),
+    [(1, 4096, (48, 16), 3, None, True), (9, 4608, (48, 32), 2, 2, False), (3, 2432, (32, 16), 2, None, False)],
+)
+def test_nested_matmul_of_few_rows(rows, inputs, outputs, blocks, room, outliers, group_size, steps):
+    weights = [nested_weight(out, inputs, i, group_size, steps) for i, out in enumerate(outputs)]
+    x = activations(rows, inputs, outliers)
+    plan = Plan.fitting(rows, (Stage(inputs // 128, outputs),), blocks, parameters=parameters_of(weights[0]))
+    y = at_once(matmul.run)(dataclasses.replace(plan, room=room or plan.room), x, weights)
+    for part, weight in zip(separate(y, weights), weights):
+        assert relative_error(part, x, weight) <= 5e-3
+
+
 def test_int4_matmul_keeps_what_is_not_finite_in_its_row():
     weight, x = random_weight(16, 256, 0), activations(3, 256, False)
     run = functools.partial(at_once(matmul.run), Plan.fitting(3, (Stage(2, (16,)),), 1))

@@ -1,6 +1,7 @@
 """All that lies between two attentions in one launch, on NVIDIA Hopper in Pallas Mosaic GPU, for the few rows of a draft step.
 
-Each multiprocessor runs one block through the INT4 matmuls of a layer: output projection, gate and up, down, the next projections.
+Each multiprocessor runs one block through the matmuls of a layer, all with INT4 or all with nested weights: output projection, gate and up,
+down, the next projections.
 Separate kernels would leave the memory idle whenever one ends and the next begins.
 
 Blocks wait for what others hand over (docs/kernels/fused-layer.md). They draw their work in the order in which
@@ -19,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Float, UInt32
 
 from pallas_kernels.dispatch import devices, multiprocessors, no_mosaic_gpu
-from pallas_kernels.formats.weights import Int4Weight
+from pallas_kernels.formats.weights import Int4Weight, NestedWeight
 from pallas_kernels.fused_layer.arguments import LayerArguments
 from pallas_kernels.gpu import exchange
 from pallas_kernels.gpu.launch import launch, lowered_once
@@ -28,6 +29,7 @@ from pallas_kernels.matmul.mosaic_gpu import WARPGROUPS
 from pallas_kernels.matmul.mosaic_plan import COUNTER_WORDS, MATH_WARPS, MIN_SLOTS, VALUES_PER_PIECE, Plan, Stage
 from pallas_kernels.matmul.support import GROUP_SIZE
 
+CodedWeight = Int4Weight | NestedWeight
 MAX_ROWS = 8
 MAX_DEVICES = 8  # GPUs of a usual Hopper server
 MAX_PIECES = 8  # of VALUES_PER_PIECE values of x, all rows, that a thread holds in registers; a row of the norm's weight comes on top
@@ -37,8 +39,9 @@ def unsupported(args: LayerArguments) -> str | None:
     x, attended, o, norm, gate, up, down, following_norm, following, _, eps, biases, axis = args
     if reason := no_mosaic_gpu():
         return reason
-    if not all(isinstance(weight, Int4Weight) for weight in (o, gate, up, down, *following)):
-        return "needs all weights in INT4"
+    every = o, gate, up, down, *following
+    if not any(all(isinstance(weight, kind) for weight in every) for kind in (Int4Weight, NestedWeight)):
+        return "needs all weights in INT4, or all nested"
     if biases:
         return f"adds no biases, and there are some of {', '.join(biases)}"
     if (count := num_devices_of(axis)) > 1:
@@ -58,8 +61,10 @@ def unsupported(args: LayerArguments) -> str | None:
     for inputs, weights in (attended, [o]), (x, [gate, up]), (hidden, [down]), *([(x, following)] if following else []):
         if reason := support.unsupported_by_mosaic(inputs, weights):
             return reason
-    if not support.alike((o, gate, up, down, *following)):
-        return "needs weights whose groups have one size, and whose scales and zeros have the same dtypes"
+    if not support.alike(every):
+        return "needs weights whose groups have one size, whose scales and zeros have the same dtypes, and whose planes are alike"
+    if reason := support.unsupported_nested(every):
+        return reason
     if others := {a.dtype.name for a in norms} - {"bfloat16"}:
         return f"needs norms in bfloat16, not {', '.join(sorted(others))}"
     pieces = rows * math.ceil(width / (VALUES_PER_PIECE * 32 * MATH_WARPS))
@@ -78,7 +83,7 @@ def num_devices_of(axis: str | None) -> int:
 
 
 def plan_for(
-    rows: int, o: Int4Weight, gate: Int4Weight, down: Int4Weight, following: Sequence[Int4Weight], eps: float, num_devices: int = 1
+    rows: int, o: CodedWeight, gate: CodedWeight, down: CodedWeight, following: Sequence[CodedWeight], eps: float, num_devices: int = 1
 ) -> Plan:
     """The four stages of a layer for this number of rows, or three for the last layer, which has none following."""
     divided = num_devices > 1
@@ -131,7 +136,7 @@ def run(
     x: Float[Array, "M D"],
     attended: Float[Array, "M channels"],
     norms: Sequence[Float[Array, "D"]],
-    weights: Sequence[Sequence[Int4Weight]],
+    weights: Sequence[Sequence[CodedWeight]],
     handoff: Array,
     table: UInt32[Array, "devices_and_1 2"] | None = None,
 ) -> tuple[Array, Array, Array]:

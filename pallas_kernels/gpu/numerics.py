@@ -135,6 +135,17 @@ def nested_factors(scale: Value, zero: Value, steps: int) -> tuple[Value, Value]
     return times_power(scale, 1 - steps.bit_length()), times_power(zero, -32)
 
 
+def nested_bytes(upper: Value, lower: Value, steps: int) -> tuple[Value, Value]:
+    """The codes steps * u + l, a byte each, of u and l in the low nibbles of 4 bytes of each plane, and of those in the high ones.
+
+    steps: 16 or 8.
+    """
+    first, second = lower & 0x0F0F0F0F, (lower >> 4) & 0x0F0F0F0F
+    if steps == 16:
+        return (upper << 4) & 0xF0F0F0F0 | first, upper & 0xF0F0F0F0 | second
+    return ((upper & 0x0F0F0F0F) << 3) + first, ((upper >> 1) & 0x78787878) + second
+
+
 def nested_to_bf16(upper: Value, lower: Value, factors: tuple[Value, Value], steps: int) -> tuple[tuple[Value, Value], tuple[Value, Value]]:
     """(code - 8) * scale / steps + zero, divided by NIBBLES_DIVISOR, for codes steps * u + l, rounded once to bfloat16. u and l are in the
     nibbles of 4 bytes of each plane.
@@ -143,11 +154,7 @@ def nested_to_bf16(upper: Value, lower: Value, factors: tuple[Value, Value], ste
     as `nibbles_to_bf16` does.
     """
     scaled, zero = factors
-    first, second = lower & 0x0F0F0F0F, (lower >> 4) & 0x0F0F0F0F
-    if steps == 16:
-        low, high = (upper << 4) & 0xF0F0F0F0 | first, upper & 0xF0F0F0F0 | second
-    else:
-        low, high = ((upper & 0x0F0F0F0F) << 3) + first, ((upper >> 1) & 0x78787878) + second
+    low, high = nested_bytes(upper, lower, steps)
     unit, middle = ptx.i32(0x72007200), ptx.i32(0xB100B100)  # pairs of 2^101 and of -8 * 2^-32
 
     def take(x):

@@ -1,9 +1,9 @@
 """The program of a block of the Mosaic GPU INT4 matmul, stage after stage.
 
-Codes enter the tensor cores as bytes: a mask takes the low nibbles of a word, another 16 times the high ones. Activations enter as
-integers of 16 bits, with a scale for each row and group of inputs: two columns of bytes, whose products are exact. What is lost is no
-more than 1/64,000 of the largest of a group, a small part of what bfloat16 loses of it. Then y = scale (sum x code) + zero (sum x),
-group by group in float32.
+Codes enter the tensor cores as bytes: a mask takes the low nibbles of a word, another 16 times the high ones; of nested weights both planes
+make bytes. Activations enter as integers of 16 bits, with a scale for each row and group of inputs: two columns of bytes, whose products
+are exact. What is lost is no more than 1/64,000 of the largest of a group, a small part of what bfloat16 loses of it. Then
+y = scale (sum x code) + zero (sum x), group by group in float32.
 
 Producer warps copy, math warps multiply, and epilogue warps add what those found: none waits for another longer than the rings between
 them are deep. A math warp has groups of inputs of its own, and places the activations that it alone reads.
@@ -14,7 +14,7 @@ it: weights of the next stage are on their way already.
 Tickets, drawn from a counter in the order of the stages, say which outputs a block works on. So whatever a block waits for belongs to a
 block that runs already, or to another device's launch: the launch comes to its end however few of its blocks fit on the device at once,
 beside other launches or not.
-A slot of the ring of codes holds a pass of a tile: codes [output][group][64 bytes], then scales and zeros [array][output][group].
+A slot of the ring of codes holds a pass of a tile: codes [plane][output][group][64 bytes], then scales and zeros [array][output][group].
 One of the ring of sums holds a tile's [warp][row tile][lane][2 outputs], see `add_group`. One of the ring of tickets holds a ticket.
 Rings, barriers and the handoff buffer are drawn in docs/kernels/matmul.md.
 """
@@ -165,24 +165,25 @@ def copy_pass(plan: Plan, stage: Stage, first, left, source, slot, barrier, warp
     rows, words = TILE // PRODUCER_WARPS, PASS // 2  # words of scales hold two groups each
     row_bytes = left * CODE_BYTES
     with ptx.when(lane == 0):
-        ptx.arrive_with(barrier, row_bytes * rows)
-    with ptx.when((lane < rows) & (ptx.i32(0) < left)):
-        output = warp * rows + lane
-        array, row = source("codes", output)
-        place = ptx.i64(row) * stage.groups + ptx.i64(first)
-        ptx.copy_bulk(slot + output * CODE_PITCH, array + place * CODE_BYTES, row_bytes, barrier)
+        ptx.arrive_with(barrier, row_bytes * (rows * len(plan.planes)))
+    for i, plane in enumerate(plan.planes):
+        with ptx.when((lane < rows) & (ptx.i32(0) < left)):
+            output = warp * rows + lane
+            array, row = source(plane, output)
+            place = ptx.i64(row) * stage.groups + ptx.i64(first)
+            ptx.copy_bulk(slot + (i * TILE + output) * CODE_PITCH, array + place * CODE_BYTES, row_bytes, barrier)
     output, word = warp * rows + lane // words, lane % words
     for i, name in enumerate(("scale", "zero")):
         array, row = source(name, output)
         if (subgroups := plan.parameters.subgroups) > 1:  # a row has an even number of entries
             start = array + (ptx.i64(row) * stage.groups + ptx.i64(first)) * (2 * subgroups)
             for more in range(subgroups):
-                to = slot + TILE * CODE_PITCH + (output + i * TILE) * plan.parameter_pitch
+                to = slot + plan.codes_bytes + (output + i * TILE) * plan.parameter_pitch
                 copy_word(to, start, word + more * words, left * subgroups)
             continue
         leading = leading_entries(stage, row)
         start = array + (ptx.i64(row) * stage.groups + ptx.i64(first) - ptx.i64(leading)) * 2
-        to = slot + TILE * CODE_PITCH + (output + i * TILE) * plan.parameter_pitch
+        to = slot + plan.codes_bytes + (output + i * TILE) * plan.parameter_pitch
         copy_word(to, start, word, left + leading)
         if stage.groups % 2:  # a row that begins in the middle of a word has one word more
             with ptx.when(word == 0):
@@ -237,14 +238,17 @@ def multiply(plan: Plan, number: int, share: Share, ring: Ring, sums: Ring, x: A
     codes_at = g * CODE_PITCH + warp * CODE_BYTES + t * (16 // subgroups)
     # Rows g and g + 8 of a tile have the parity of their rows in the weight: tiles start at even rows.
     entry = warp + leading_entries(stage, g)
-    parameters_at = TILE * CODE_PITCH + g * plan.parameter_pitch
+    parameters_at = plan.codes_bytes + g * plan.parameter_pitch
     parameters_at = parameters_at + ((entry >> 1) * 4 if subgroups == 1 else warp * (2 * subgroups))
     shift = ((entry & 1) ^ 1) << 4  # a word holds two groups: to the upper half
 
     def take(slot):
-        """The codes, and the scales and zeros of each subgroup, of the warp's group."""
+        """The codes [plane][row][word], and the scales and zeros of each subgroup, of the warp's group."""
         start = ring.slot(slot)
-        codes = [words_of_row(start + codes_at + more * CODE_PITCH) for more in (0, 8)]
+        codes = [
+            [words_of_row(start + codes_at + (plane + more) * CODE_PITCH) for more in (0, 8)]
+            for plane in range(0, TILE * len(plan.planes), TILE)
+        ]
 
         def one(row, subgroup):
             """An entry, in the upper half of a word."""
@@ -255,7 +259,7 @@ def multiply(plan: Plan, number: int, share: Share, ring: Ring, sums: Ring, x: A
 
         def scale_and_zero(row, subgroup):
             scale = scale_of(plan, one(row, subgroup))
-            return scale, zero_of(plan, one(TILE + row, subgroup), scale)
+            return of_planes(plan, scale, zero_of(plan, one(TILE + row, subgroup), scale))
 
         return codes, [[scale_and_zero(row, subgroup) for row in (0, 8)] for subgroup in range(subgroups)]
 
@@ -279,9 +283,9 @@ def multiply(plan: Plan, number: int, share: Share, ring: Ring, sums: Ring, x: A
             for total in totals:
                 ptx.wait_for_arrivals(ring.filled_barrier(slot), parity)
                 codes, parameters = take(slot)
-                new.append(add_group(total, codes, parameters, *zip(*operands)))
+                new.append(add_group(plan, total, codes, parameters, *zip(*operands)))
                 # Words of codes of a subgroup are loaded at once: it is enough to wait for one of them.
-                loaded = [word for row in codes for word in row[:: STEPS // subgroups]]
+                loaded = [word for plane in codes for row in plane for word in row[:: STEPS // subgroups]]
                 loaded += [ptx.as_bits(x) for of_rows in parameters for pair in of_rows for x in pair]
                 emptied = ptx.once_loaded(ring.emptied_barrier(slot), loaded)
                 ptx.synchronize(None, 1)
@@ -317,18 +321,27 @@ def zero_of(plan: Plan, word, scale):
     return numerics.to_float(word & 0xFFFF0000) * -(2.0**-16) * scale
 
 
-def add_group(totals: list, codes: list, parameters: list, x: list, sums: list) -> list:
+def of_planes(plan: Plan, scale, zero):
+    """What the products of codes are multiplied by, and the zero beside it: the middle of a step of the upper plane is its code's
+    weight, see `NestedWeight`."""
+    if (steps := plan.parameters.lower_steps) is None:
+        return scale, zero
+    return (scale if steps == 16 else scale * (16.0 / steps)), numerics.fma(scale, ptx.f32(-8.0 / steps), zero)
+
+
+def add_group(plan: Plan, totals: list, codes: list, parameters: list, x: list, sums: list) -> list:
     """Adds the products of one more group to totals [row tile][i] of output g + 8 i and row t.
 
-    parameters: of each subgroup, the scale and zero of both outputs. sums: of each row tile, those of subgroups, and the scale.
+    codes: [plane][row][word]. parameters: of each subgroup, the scale and zero of both outputs. sums: of each row tile, those of
+    subgroups, and the scale.
     """
     each = STEPS // len(parameters)
-    of_subgroups = [products(codes, x, range(first, first + each)) for first in range(0, STEPS, each)]
+    multiplied = products if len(codes) == 1 else products_of_planes
+    of_subgroups = [multiplied(plan, codes, x, range(first, first + each)) for first in range(0, STEPS, each)]
     new = []
     for n, (total, (sums_x, scale_x)) in enumerate(zip(totals, sums)):
         for of_rows, found, sum_x in zip(parameters, of_subgroups, sums_x):
-            # 16 times the products, of the upper bytes of activations and of the lower ones.
-            both = [low * 16 if not high else low * 16 + high[0] for low, *high in zip(*found[n])]
+            both = found[n]  # of the upper bytes of activations and of the lower ones
             total = [
                 numerics.fma(numerics.to_float(both[2 * i] * 256 + both[2 * i + 1]), scale * scale_x, numerics.fma(sum_x, zero, total[i]))
                 for i, (scale, zero) in enumerate(of_rows)
@@ -337,20 +350,41 @@ def add_group(totals: list, codes: list, parameters: list, x: list, sums: list) 
     return new
 
 
-def products(codes: list, x: list, steps: range) -> list:
-    """The products of these words of codes with the bytes of activations, for each row tile: of low nibbles, and 16 times those of high
-    nibbles; of a single word all together."""
+def products(plan: Plan, codes: list, x: list, steps: range) -> list:
+    """16 times the products of these words of codes with the bytes of activations, for each row tile."""
+    (codes,) = codes
     if len(steps) == 1:  # low nibbles are one half of the inputs of an instruction, high ones the other
         (s,) = steps
         fragment = [*(row[s] & 0x0F0F0F0F for row in codes), *((row[s] >> 4) & 0x0F0F0F0F for row in codes)]
-        return [[fragments.mma_bytes((ptx.i32(0),) * 4, fragment, [half[s] for half in halves])] for halves in x]
+        found = (fragments.mma_bytes((ptx.i32(0),) * 4, fragment, [half[s] for half in halves]) for halves in x)
+        return [[low * 16 for low in each] for each in found]
     masks = 0x0F0F0F0F, 0xF0F0F0F0
     acc = [[(ptx.i32(0),) * 4 for _ in x] for _ in masks]
     for s in steps[::2]:
         for half, mask in enumerate(masks):
             fragment = [row[s + k] & mask for k in (0, 1) for row in codes]
             acc[half] = [fragments.mma_bytes(old, fragment, x[n][half][s : s + 2]) for n, old in enumerate(acc[half])]
-    return list(zip(*acc))
+    return [[low * 16 + high for low, high in zip(*of_halves)] for of_halves in zip(*acc)]
+
+
+def products_of_planes(plan: Plan, codes: list, x: list, steps: range) -> list:
+    """The products of the codes of both planes with the bytes of activations, for each row tile."""
+    upper, lower = codes
+
+    def of_nibbles(row: int, s: int) -> tuple:
+        """Codes of the low nibbles of a word of both planes, and of the high ones."""
+        return numerics.nested_bytes(upper[row][s], lower[row][s], plan.parameters.lower_steps)
+
+    acc = [(ptx.i32(0),) * 4 for _ in x]
+    if len(steps) == 1:
+        (s,) = steps
+        (low, high), (low8, high8) = (of_nibbles(row, s) for row in (0, 1))
+        return [fragments.mma_bytes(acc[n], [low, low8, high, high8], [half[s] for half in halves]) for n, halves in enumerate(x)]
+    for s in steps[::2]:
+        words = [of_nibbles(row, s + k) for k in (0, 1) for row in (0, 1)]
+        for half in (0, 1):
+            acc = [fragments.mma_bytes(old, [word[half] for word in words], x[n][half][s : s + 2]) for n, old in enumerate(acc)]
+    return acc
 
 
 # Epilogue warps ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""INT4 matmul on NVIDIA Hopper in Pallas Mosaic GPU, for few rows: the weights are read once, at the speed of the memory.
+"""Matmul with INT4 or nested weights on NVIDIA Hopper in Pallas Mosaic GPU, for few rows, at the speed of the memory.
 
 A block keeps the activations in shared memory and owns tiles of 16 outputs. Its producer warps copy codes, scales and zeros to a
 ring in shared memory, a thousand bytes of a row at a time. Its math warps divide the groups of inputs among them:
@@ -15,7 +15,7 @@ import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
-from pallas_kernels.formats.weights import Int4Weight
+from pallas_kernels.formats.weights import Int4Weight, NestedWeight
 from pallas_kernels.gpu.launch import launch, lowered_once
 from pallas_kernels.matmul import support
 from pallas_kernels.matmul.mosaic_plan import EPILOGUE_WARPS, MATH_WARPS, MIN_SLOTS, PRODUCER_WARPS, Plan, Stage
@@ -24,16 +24,18 @@ from pallas_kernels.matmul.support import GROUP_SIZE
 WARPGROUPS = (MATH_WARPS + PRODUCER_WARPS + EPILOGUE_WARPS) // 4
 
 
-def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:
+def unsupported(x: Array, weights: Sequence[Int4Weight | NestedWeight]) -> str | None:
     if reason := no_mosaic_gpu() or support.unsupported_by_mosaic(x, weights):
         return reason
     rows, parameters = math.prod(x.shape[:-1]), support.parameters_of(weights[0])
+    if reason := support.unsupported_nested(weights):
+        return reason
     if plan_for(rows, x.shape[-1] // GROUP_SIZE, tuple(weight.shape[0] for weight in weights), parameters).slots < MIN_SLOTS:
         return f"has no room for {rows} rows beside weights in groups of {parameters.group_size}"
     return None
 
 
-def coded_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight]) -> Float[Array, "*rows out"]:
+def coded_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight | NestedWeight]) -> Float[Array, "*rows out"]:
     rows = x.reshape(-1, x.shape[-1])
     outputs = tuple(weight.shape[0] for weight in weights)
     y = run(plan_for(rows.shape[0], x.shape[-1] // GROUP_SIZE, outputs, support.parameters_of(weights[0])), rows, weights)
@@ -45,11 +47,12 @@ def plan_for(rows: int, groups: int, outputs: tuple[int, ...], parameters: suppo
 
 
 @lowered_once
-def run(plan: Plan, x: Float[Array, "M in"], weights: Sequence[Int4Weight]) -> Float[Array, "M out"]:
+def run(plan: Plan, x: Float[Array, "M in"], weights: Sequence[Int4Weight | NestedWeight]) -> Float[Array, "M out"]:
     """The weights' outputs one after the other."""
     from pallas_kernels.matmul import mosaic_block
 
     emit = functools.partial(mosaic_block.emit_block, plan)
     inputs = {"x": x} | support.weight_inputs(weights)
     outputs = {"y": jax.ShapeDtypeStruct((plan.rows, plan.stages[0].width), x.dtype)}
-    return launch("int4_matmul", emit, inputs, outputs, plan.blocks, WARPGROUPS, plan.layout.total)["y"]
+    name = "int4_matmul" if plan.parameters.lower_steps is None else "nested_matmul_few"
+    return launch(name, emit, inputs, outputs, plan.blocks, WARPGROUPS, plan.layout.total)["y"]

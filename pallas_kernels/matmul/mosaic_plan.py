@@ -169,9 +169,19 @@ class Plan:
         return 2 * PASS * self.parameters.subgroups + 4
 
     @property
+    def planes(self) -> tuple[str, ...]:
+        """The arrays of codes of a weight: two if it is nested."""
+        return ("codes",) if self.parameters.lower_steps is None else ("codes", "lower")
+
+    @property
+    def codes_bytes(self) -> int:
+        """Bytes of the codes of a pass, after which its scales and zeros lie."""
+        return TILE * CODE_PITCH * len(self.planes)
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes of the codes, scales and zeros of a pass."""
-        return TILE * (CODE_PITCH + 2 * self.parameter_pitch)
+        return self.codes_bytes + 2 * TILE * self.parameter_pitch
 
     @property
     def tile_bytes(self) -> int:

@@ -22,9 +22,8 @@ from pallas_kernels.matmul.support import GROUP_SIZE
 def unsupported(x: Array, weights: Sequence[Int4Weight | NestedWeight]) -> str | None:
     if reason := no_mosaic_gpu() or support.unsupported_by_mosaic(x, weights, MAX_ROWS):
         return reason
-    kind = support.parameters_of(weights[0])
-    if kind.lower_steps is not None and (kind.scale, kind.zero) != ("bfloat16", "bfloat16"):
-        return f"needs scales and zeros of nested weights in bfloat16, not {kind.scale} and {kind.zero}"
+    if reason := support.unsupported_nested(weights):
+        return reason
     if (groups := x.shape[-1] // GROUP_SIZE) % STEP_GROUPS:
         return f"supports inputs in an even number of groups of {GROUP_SIZE}, not {groups}"
     return None

@@ -90,6 +90,14 @@ def unsupported_by_mosaic(x: Array, weights: Sequence[Int4Weight | NestedWeight]
     return None
 
 
+def unsupported_nested(weights: Sequence[Int4Weight | NestedWeight]) -> str | None:
+    """Why kernels in Pallas Mosaic GPU do not take nested weights with these scales and zeros, or None."""
+    kind = parameters_of(weights[0])
+    if kind.lower_steps is not None and (kind.scale, kind.zero) != ("bfloat16", "bfloat16"):
+        return f"needs scales and zeros of nested weights in bfloat16, not {kind.scale} and {kind.zero}"
+    return None
+
+
 def weight_inputs(weights: Sequence[Int4Weight | NestedWeight], stage: int = 0) -> dict[str, Array]:
     """The arrays of weights as a launch's inputs: "codes0_1" are the codes of weight 1 of stage 0, "lower0_1" those of its lower plane."""
     found = {}

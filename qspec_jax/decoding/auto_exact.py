@@ -66,6 +66,8 @@ def exact_of_rows(
         return _logged(TOKENS, f"since {AUTO} is {BITS} for single prompts alone")
     if config.temperature > 0:
         return _logged(TOKENS, f"since {AUTO} is {BITS} for greedy decoding alone")
+    if model.config.int4_weights or model.config.nested_weights:
+        return _logged(TOKENS, f"since {AUTO} is {BITS} for linear layers in {model.dtype.name} alone")
     try:
         config = dataclasses.replace(config, exact=BITS)
         engine = Engine.for_configs(model, draft, [config], prompt_tokens=len(prompts[0]))

@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from problems.matmul import random_weight, with_zero_points
 
-from pallas_kernels.formats.weights import dequantize_weight
+from pallas_kernels.formats.weights import NestedWeight, dequantize_weight
 from pallas_kernels.fused_layer.arguments import LayerArguments
 
 EPS = 1e-5
@@ -27,8 +27,14 @@ def random_layer(
     *,
     group_size: int = 128,
     scale_dtype: DTypeLike | None = None,
+    lower_steps: int | None = None,
 ) -> list:
-    """The arguments of a layer. scale_dtype: of scales, with zero points; None: bfloat16, and no zero points."""
+    """The arguments of a layer.
+
+    Args:
+        scale_dtype: of scales, with zero points; None: bfloat16, and no zero points.
+        lower_steps: of nested weights, see `NestedWeight`; None: INT4.
+    """
     r = np.random.default_rng([width, hidden, rows])
 
     def activations(channels: int) -> jax.Array:
@@ -38,6 +44,8 @@ def random_layer(
     def weight(out: int, inputs: int, seed: int):
         found = random_weight(out, inputs, seed, group_size)
         found = dataclasses.replace(found, scale=found.scale * inputs**-0.5, zero=found.zero * inputs**-0.5)
+        if lower_steps is not None:
+            return NestedWeight(found, jnp.asarray(np.random.default_rng(seed).integers(0, 256, found.codes.shape, np.uint8)), lower_steps)
         return with_zero_points(found, scale_dtype) if scale_dtype else found
 
     norm = lambda: jnp.asarray(r.uniform(0.5, 1.5, width), jnp.bfloat16)
