@@ -58,7 +58,7 @@ KERNELS = (
     Kernel("attention", "mosaic_gpu", module="mosaic_shared"),
     Kernel("attention", "triton"),
     Kernel("flush", "mosaic_gpu"),
-    Kernel("fused_layer", "mosaic_gpu"),
+    Kernel("fused_layer", "mosaic_gpu", fixed_order_rows=8),
     Kernel("gather", "mosaic_gpu"),
     Kernel("matmul", "mosaic_gpu", "int4", 9, 64, module="mosaic_wide", fixed_order_rows=64),
     Kernel("matmul", "mosaic_gpu", "int4", 1, 16),
@@ -174,7 +174,7 @@ def in_fixed_order() -> bool:
     return _fixed_order.get()
 
 
-def rows_in_fixed_order(operation: str, weight_format: str) -> int:
+def rows_in_fixed_order(operation: str, weight_format: str | None = None) -> int:
     """The maximum number of rows of one launch in `fixed_order`, or `ANY` outside of it and where no kernels are chosen."""
     if not in_fixed_order() or platform() != "gpu":
         return ANY

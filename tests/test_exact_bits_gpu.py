@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import itertools
 from pathlib import Path
 
 import jax
@@ -20,6 +21,7 @@ from qspec_jax.decoding.prepare import prepare
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.sampling import prompt_keys
 from qspec_jax.models.llama import Llama
+from qspec_jax.quantization.weights import nest_linears, quantize_linears
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
@@ -28,6 +30,7 @@ SHAPES = {  # two layers
     "8B": dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8),
     "7B": dict(hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_key_value_heads=32),
 }
+CODED = {"8B, INT4": quantize_linears, "8B, nested": nest_linears}
 # Of rows, around what a flush and a chunk of the buffer end with; the last 16 tokens stay within a span of a full cache.
 LENGTHS = G - 1, 2 * G - 16, 2 * G + 5, 5 * G, 9 * G - 16, 41 * G + 77
 
@@ -39,8 +42,9 @@ def lengths_of(batch: int) -> tuple[int, ...]:
 
 @functools.cache
 def layers(shape: str) -> Llama:
-    sizes = SHAPES[shape] | dict(head_dim=128, num_hidden_layers=2, max_position_embeddings=8192)
-    return random_model(jnp.bfloat16, vocab_size=4096, spread=0.02, tie_word_embeddings=False, **sizes)
+    sizes = SHAPES[shape.split(",")[0]] | dict(head_dim=128, num_hidden_layers=2, max_position_embeddings=8192)
+    model = random_model(jnp.bfloat16, vocab_size=4096, spread=0.02, tie_word_embeddings=False, **sizes)
+    return CODED[shape](model) if shape in CODED else model
 
 
 def target_of(model: Llama, cache: str):
@@ -77,8 +81,7 @@ def passed(step, target, cache, lengths, tokens) -> np.ndarray:
     return step(target, jnp.asarray(tokens), positions, cache)
 
 
-@pytest.mark.parametrize("cache", ["int8", "full"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "cache"), [*itertools.product(SHAPES, ("int8", "full")), ("8B, INT4", "int8"), ("8B, nested", "int8")])
 def test_a_token_has_the_same_logits_in_every_pass(shape, cache):
     """Passes have 1 to 16 tokens and batches 1 to 64 rows; a token is at every place in a pass."""
     target, step = target_of(layers(shape), cache), jax.jit(lambda target, *args: target(*args))

@@ -16,9 +16,9 @@ from gpus import gpu, skip_or_fail
 from problems.fused_layer import EPS, arguments, exact, random_layer
 from problems.matmul import random_weight
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, fused_layer
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, dequantize_weight
-from pallas_kernels.fused_layer import between_attentions, mosaic_gpu
+from pallas_kernels.fused_layer import between_attentions, mosaic_gpu, reference
 from pallas_kernels.gpu import exchange, ptx
 from pallas_kernels.matmul import linear, mosaic_plan
 from pallas_kernels.norm import add_rms_norm
@@ -254,6 +254,31 @@ def test_waiting_in_vain_ends_with_an_error():
 
 
 @gpu
+def test_in_a_fixed_order_it_takes_parts_of_all_rows(monkeypatch):
+    """Whether it runs does not depend on how many there are."""
+    asked, parts = [], []
+
+    def kernel(args):
+        parts.append((len(args.x), args.handoff))
+        monkeypatch.setattr(dispatch, "platform", lambda: "cpu")
+        return *reference.between_attentions(args)[:2], len(parts)
+
+    def choose(operation, implementation, args, **_):
+        asked.append((args.x.shape, args.attended.shape))
+        return SimpleNamespace(between_attentions=kernel)
+
+    args = random_layer(256, 384, 256, (16,), 21)
+    x, attended, *others = args
+    expected = reference.between_attentions(arguments(*args))[:2]
+    monkeypatch.setattr(fused_layer, "choose", choose)
+    monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
+    with dispatch.fixed_order():
+        found = between_attentions(x.reshape(3, 7, -1), attended.reshape(3, 7, -1), *others, eps=EPS)
+    assert asked == [((8, 256), (8, 384))] and parts == [(8, None), (8, 1), (5, 2)] and found[2] == 3
+    for ours, whole in zip(found, expected):
+        np.testing.assert_array_equal(np.asarray(ours).reshape(whole.shape), np.asarray(whole))
+
+
 def test_leading_dimensions_are_rows():
     x, attended, *rest = problem_here(256, 256, 256, (512,), 4)
     flat, shaped = run(x, attended, *rest), run(x.reshape(2, 2, -1), attended.reshape(2, 2, -1), *rest)

@@ -66,6 +66,23 @@ def test_between_attentions(monkeypatch, shape, rows, blocks, resident, paramete
         assert np.linalg.norm(np.asarray(ours, np.float32) - expected) <= bound * np.linalg.norm(expected)
 
 
+@pytest.mark.parametrize("nested", [{}, dict(lower_steps=16)], ids=["INT4", "nested"])
+def test_a_row_has_the_same_bits_whatever_rows_there_are(nested):
+    """Of one row all activations of a stage have room at once, of five those of two passes of three."""
+    x, attended, o, weight, gate, up, down, following_weight, following = random_layer(128, 4352, 128, (16,), 5, **nested)
+
+    def bits(rows: slice, room: int) -> list[np.ndarray]:
+        plan = fused_layer.plan_for(len(x[rows]), o, gate, down, following, EPS)
+        plan = dataclasses.replace(plan, blocks=2, room=room)
+        assert plan.resident(plan.stages[0]) == (room == 3)
+        layer = [weight, following_weight], [[o], [gate, up], [down], following]
+        found = at_once(fused_layer.run)(plan, x[rows], attended[rows], *layer, fused_layer.empty_handoff(plan))
+        return [np.asarray(array) for array in found[:2]]
+
+    for alone, together in zip(bits(slice(4, 5), 3), bits(slice(0, 5), 2)):
+        np.testing.assert_array_equal(alone[0], together[4])
+
+
 def part_of(weight: Int4Weight, device: int, devices: int, *, inputs: bool) -> Int4Weight:
     """A device's part of a weight, some of its groups of inputs or some of its outputs."""
     return jax.tree.map(lambda a: jnp.array_split(a, devices, axis=1 if inputs else 0)[device], weight)

@@ -36,9 +36,10 @@ class FixedOrderModel(ViewedModel):
             return super().watched(tokens, positions, cache, observe=observe, taps=taps)
 
     def filled(self, tokens: Int[Array, "B T"]) -> int:
-        """Over a single row, what a matmul kernel reads at a time: it would otherwise copy its input to fill it up."""
-        rows, length = tokens.shape
-        fills = dispatch.platform() == "gpu" and rows == 1 and self.model.fillable
+        """Over a single row, what a matmul kernel of plain weights reads at a time: it would otherwise copy its input to fill it up."""
+        (rows, length), config = tokens.shape, self.model.config
+        plain = not (config.int4_weights or config.nested_weights)
+        fills = dispatch.platform() == "gpu" and rows == 1 and plain and self.model.fillable
         return TILE * math.ceil(length / TILE) if fills else 0
 
 
