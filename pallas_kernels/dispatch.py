@@ -28,7 +28,8 @@ class Kernel:
         weight_format: of the weights, where the operation has kernels for several formats.
         min_rows, max_rows: rows of activations for which it is a candidate; None: any number.
         module: the module of the package that has it, if it is not called as the implementation is.
-        fixed_order_rows: the maximum number of rows in `fixed_order`, from 1 on; 0: it is no candidate there.
+        fixed_order_rows: the maximum number of rows in `fixed_order`, from 1 on; 0: it is no candidate there. Callers divide more rows
+            into parts (`rows_in_fixed_order`).
     """
 
     operation: str

@@ -77,7 +77,7 @@ def test_a_model_with_coded_weights_has_tokens(model, as_gpu, caplog, coded):
     prepared = dataclasses.replace(prepared, model=SimpleNamespace(config=config, dtype=model.dtype))
     with caplog.at_level(logging.INFO):
         assert auto_exact.resolve_exact(prepared, None, None, None).exact == "tokens"
-    assert "bits for linear layers in bfloat16 alone" in caplog.text
+    assert "bits for models without INT4 and nested weights" in caplog.text
 
 
 def test_a_model_without_kernels_of_fixed_order_has_tokens(model, as_gpu, monkeypatch, caplog):

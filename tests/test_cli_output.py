@@ -1,5 +1,6 @@
 """What the command line writes: output files, standard output that cannot be written, and how a run ends that fails or is stopped."""
 
+import io
 import json
 import logging
 import math
@@ -9,15 +10,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import processes
 import pytest
+from rich.console import Console
 from tiers import in_system
 
 from convert.compare import VerificationReport
 from qspec_jax import cli, demo
 from qspec_jax.cli import convert as convert_commands
+from qspec_jax.cli.generate import stats_table
 from qspec_jax.errors import InputError
 from qspec_jax.files import output_to, to_json
 
@@ -185,3 +189,14 @@ def test_messages_of_all_modules_but_a_few_are_shown(run):
     assert run("--version")[0] == 0
     shown = [logging.getLogger(f"qspec_jax.{module}").isEnabledFor(logging.INFO) for module in ("decoding.auto_exact", *cli.QUIET)]
     assert shown == [True] + [False] * len(cli.QUIET)
+
+
+def test_the_statistics_name_a_long_draft_whole():
+    draft = "cascade:first=(eagle3:model=random,window=1020),middle=(sparse:budget=0.06)"
+    rates = dict(num_draft_tokens=0, num_accepted_draft_tokens=0, draft_acceptance_rate=None, mean_acceptance_length=None, num_spec_steps=0)
+    seconds = dict(tokens_per_second=1.0, prefill_s=0.0, decode_s=1.0, compile_s=0.0)
+    stats = SimpleNamespace(new_tokens=1, prompt_tokens=1, flushes=0, cache_bytes=1, host_cache_bytes=0, **rates, **seconds)
+    console = Console(width=60, record=True, file=io.StringIO())
+    console.print(stats_table({draft: SimpleNamespace(stats=stats)}))
+    header = console.export_text().split("new tokens")[0]
+    assert "".join(header.split()) == draft

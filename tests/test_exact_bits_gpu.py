@@ -1,6 +1,7 @@
 """`exact="bits"` on a GPU: the bits of greedy decoding do not depend on drafts, gamma, the batch, or its other rows."""
 
 import argparse
+import dataclasses
 import functools
 import itertools
 from pathlib import Path
@@ -30,7 +31,8 @@ SHAPES = {  # two layers
     "8B": dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8),
     "7B": dict(hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_key_value_heads=32),
 }
-CODED = {"8B, INT4": quantize_linears, "8B, nested": nest_linears}
+# As checkpoints of such weights are loaded: what a model is of, and its weights.
+CODED = {"8B, INT4": ({"int4_weights": True}, quantize_linears), "8B, nested": ({"nested_weights": True}, nest_linears)}
 # Of rows, around what a flush and a chunk of the buffer end with; the last 16 tokens stay within a span of a full cache.
 LENGTHS = G - 1, 2 * G - 16, 2 * G + 5, 5 * G, 9 * G - 16, 41 * G + 77
 
@@ -44,7 +46,11 @@ def lengths_of(batch: int) -> tuple[int, ...]:
 def layers(shape: str) -> Llama:
     sizes = SHAPES[shape.split(",")[0]] | dict(head_dim=128, num_hidden_layers=2, max_position_embeddings=8192)
     model = random_model(jnp.bfloat16, vocab_size=4096, spread=0.02, tie_word_embeddings=False, **sizes)
-    return CODED[shape](model) if shape in CODED else model
+    if shape not in CODED:
+        return model
+    settings, coded = CODED[shape]
+    weights = coded(model).weights()
+    return Llama(dataclasses.replace(model.checkpoint_config, **settings), lambda path, shape: weights[path])
 
 
 def target_of(model: Llama, cache: str):

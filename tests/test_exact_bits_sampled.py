@@ -1,17 +1,18 @@
 """`exact="bits"` with samples: a sampled row has the tokens that it has alone, with the same draft and settings."""
 
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import pytest
 from runs import random_model, random_prompts
 
 from pallas_kernels.formats.views import UPPER_PLANE
+from qspec_jax.decoding import batch, exact_bits, sampling
+from qspec_jax.decoding import prepare as prepare_module
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
+from qspec_jax.decoding.exact_bits import samples_with_bits
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.prepare import prepare
 from qspec_jax.decoding.requests import Request
@@ -121,22 +122,26 @@ def test_what_does_not_go_with_them_is_refused(model, monkeypatch):
         prepare(model, others)
 
 
-def test_on_a_gpu_samples_are_decoded_one_by_one(model, monkeypatch, caplog):
+def test_on_a_gpu_samples_are_decoded_in_turn(model, monkeypatch, caplog):
     """Whatever settings each has, and with them greedy rows."""
     settings = {}, dict(num_speculative_tokens=2, top_k=5), dict(temperature=0)
     configs = [GenerationConfig(**BITS | dict(draft="quantspec") | each) for each in settings]
     asked = [Request(prompt, config, key) for prompt, config, key in zip(PROMPTS, configs, KEYS, strict=True)]
     expected = [alone(model, request) for request in asked]
-    monkeypatch.setattr("qspec_jax.decoding.config.dispatch", SimpleNamespace(platform=lambda: "gpu"))
+    in_turn = lambda configs: samples_with_bits(configs)  # as on a GPU
+    for module in (exact_bits, sampling, batch, prepare_module):
+        monkeypatch.setattr(module, "decodes_in_turn", in_turn)
     prepared = prepare(model, asked)
-    with pytest.raises(InputError, match=r"samples on a GPU is for one prompt at a time, and these are 3; .*; give exact tokens"):
+    with pytest.raises(InputError, match=r"samples on a GPU is for one prompt at a time, not for 3; .*; give exact tokens"):
         generate(model, prepared)
     rows = []
-    run = Engine.for_configs
-    monkeypatch.setattr(Engine, "for_configs", lambda *args, **more: rows.append(len(args[2])) or run(*args, **more))
+    made = Engine.for_configs
+    monkeypatch.setattr(Engine, "for_configs", lambda *args, **more: rows.append(len(args[2])) or made(*args, **more))
     with caplog.at_level("INFO"):
-        found = list(run_batch(model, prepared, batch_size=2))
+        run = run_batch(model, prepared, batch_size=2)
+        found = list(run)
     assert rows == [1, 1, 1] and [result.index for result in found] == [0, 1, 2]
+    assert run.stats.batch_size == 1 and run.stats.held_bytes > 0
     assert [result.token_ids for result in found] == expected
     assert "on a GPU rows are decoded one after the other" in caplog.text
     with pytest.raises(InputError, match="view is not for samples with exact bits"):

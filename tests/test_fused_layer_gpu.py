@@ -18,7 +18,7 @@ from problems.matmul import random_weight
 
 from pallas_kernels import dispatch, fused_layer
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, dequantize_weight
-from pallas_kernels.fused_layer import between_attentions, mosaic_gpu, reference
+from pallas_kernels.fused_layer import between_attentions, mosaic_gpu
 from pallas_kernels.gpu import exchange, ptx
 from pallas_kernels.matmul import linear, mosaic_plan
 from pallas_kernels.norm import add_rms_norm
@@ -253,32 +253,29 @@ def test_waiting_in_vain_ends_with_an_error():
     assert "a block of a fused layer waited in vain for another" in done.stderr, done.stderr[-2000:]
 
 
-@gpu
 def test_in_a_fixed_order_it_takes_parts_of_all_rows(monkeypatch):
     """Whether it runs does not depend on how many there are."""
     asked, parts = [], []
 
     def kernel(args):
-        parts.append((len(args.x), args.handoff))
-        monkeypatch.setattr(dispatch, "platform", lambda: "cpu")
-        return *reference.between_attentions(args)[:2], len(parts)
+        parts.append(args)
+        return args.x, args.attended, len(parts)
 
     def choose(operation, implementation, args, **_):
         asked.append((args.x.shape, args.attended.shape))
         return SimpleNamespace(between_attentions=kernel)
 
-    args = random_layer(256, 384, 256, (16,), 21)
-    x, attended, *others = args
-    expected = reference.between_attentions(arguments(*args))[:2]
+    x, attended, *others = random_layer(256, 384, 256, (16,), 21)
     monkeypatch.setattr(fused_layer, "choose", choose)
-    monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
-    with dispatch.fixed_order():
-        found = between_attentions(x.reshape(3, 7, -1), attended.reshape(3, 7, -1), *others, eps=EPS)
-    assert asked == [((8, 256), (8, 384))] and parts == [(8, None), (8, 1), (5, 2)] and found[2] == 3
-    for ours, whole in zip(found, expected):
-        np.testing.assert_array_equal(np.asarray(ours).reshape(whole.shape), np.asarray(whole))
+    monkeypatch.setattr(fused_layer.dispatch, "rows_in_fixed_order", lambda operation: 8)
+    found = between_attentions(x.reshape(3, 7, -1), attended.reshape(3, 7, -1), *others, eps=EPS)
+    assert asked == [((8, 256), (8, 384))] and found[2] == 3
+    assert [(len(args.x), len(args.attended), args.handoff) for args in parts] == [(8, 8, None), (8, 8, 1), (5, 5, 2)]
+    for ours, given in zip(found, (x, attended)):
+        np.testing.assert_array_equal(np.asarray(ours).reshape(given.shape), np.asarray(given))
 
 
+@gpu
 def test_leading_dimensions_are_rows():
     x, attended, *rest = problem_here(256, 256, 256, (512,), 4)
     flat, shaped = run(x, attended, *rest), run(x.reshape(2, 2, -1), attended.reshape(2, 2, -1), *rest)

@@ -103,16 +103,17 @@ class NestedWeight:
         return self.upper.nbytes + self.lower.nbytes
 
 
-Weight: TypeAlias = Array | Int4Weight | NestedWeight | Int8Weight
+CodedWeight: TypeAlias = Int4Weight | NestedWeight  # codes of 4 bits in one plane or two, with scales and zeros of groups of inputs
+Weight: TypeAlias = Array | CodedWeight | Int8Weight
 """A linear layer's weight [out, in] in any format: a plain array is full precision."""
 
 
-def upper_plane(weight: Int4Weight | NestedWeight) -> Int4Weight:
+def upper_plane(weight: CodedWeight) -> Int4Weight:
     """A nested weight's upper plane, and an INT4 weight itself."""
     return weight.upper if isinstance(weight, NestedWeight) else weight
 
 
-def dequantize_weight(weight: Int4Weight | NestedWeight, dtype) -> Float[Array, "out in"]:
+def dequantize_weight(weight: CodedWeight, dtype) -> Float[Array, "out in"]:
     """The weight in `dtype`, without the padding."""
     upper = upper_plane(weight)
     codes = unpack(upper.codes).astype(dtype)

@@ -66,26 +66,27 @@ def between_attentions(
     if others := set(biases or ()) - set(BIASED):
         raise ValueError(f"fused_layer: biases of {', '.join(sorted(others))}, should be of {', '.join(BIASED)}")
     args = LayerArguments(x, attended, o, norm, gate, up, down, following_norm, following, handoff, eps, biases or {}, axis)
-    if (most := dispatch.rows_in_fixed_order("fused_layer")) < dispatch.ANY:
-        return _in_fixed_order(args, implementation, most)
+    if (max_rows := dispatch.rows_in_fixed_order("fused_layer")) < dispatch.ANY:
+        return _in_fixed_order(args, implementation, max_rows)
     return choose("fused_layer", implementation, args, slow_reference=False).between_attentions(args)
 
 
-def _in_fixed_order(args: LayerArguments, implementation: Implementation, most: int) -> tuple[Array, Array, Array | None]:
-    """The layer in `dispatch.fixed_order`: whether the kernel runs does not depend on how many rows there are; it takes `most` at once."""
+def _in_fixed_order(args: LayerArguments, implementation: Implementation, max_rows: int) -> tuple[Array, Array, Array | None]:
+    """The layer in `dispatch.fixed_order`. The kernel runs if it would for `max_rows` rows, however many there are, which it takes at a
+    time."""
     rows, names = math.prod(args.x.shape[:-1]), ("x", "attended")
 
     def with_rows(start: int, stop: int, **others: Any) -> LayerArguments:
         """Some of the rows."""
         return args._replace(**{name: getattr(args, name).reshape(rows, -1)[start:stop] for name in names}, **others)
 
-    widest = {name: jax.ShapeDtypeStruct((most, getattr(args, name).shape[-1]), args.x.dtype) for name in names}
+    widest = {name: jax.ShapeDtypeStruct((max_rows, getattr(args, name).shape[-1]), getattr(args, name).dtype) for name in names}
     module = choose("fused_layer", implementation, args._replace(**widest), slow_reference=False)
-    if module is reference or rows <= most:
+    if module is reference or rows <= max_rows:
         return module.between_attentions(args)
     handoff, found = args.handoff, []
-    for start in range(0, rows, most):
-        *part, handoff = module.between_attentions(with_rows(start, start + most, handoff=handoff))
+    for start in range(0, rows, max_rows):
+        *part, handoff = module.between_attentions(with_rows(start, start + max_rows, handoff=handoff))
         found.append(part)
     x, y = (jnp.concatenate(parts).reshape(*args.x.shape[:-1], -1) for parts in zip(*found))
     return x, y, handoff

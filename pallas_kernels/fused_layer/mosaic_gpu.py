@@ -1,4 +1,4 @@
-"""All that lies between two attentions in one launch, on NVIDIA Hopper in Pallas Mosaic GPU, for the few rows of a draft step.
+"""All that lies between two attentions in one launch, on NVIDIA Hopper in Pallas Mosaic GPU, for few rows.
 
 Each multiprocessor runs one block through the matmuls of a layer, all with INT4 or all with nested weights: output projection, gate and up,
 down, the next projections.
@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Float, UInt32
 
 from pallas_kernels.dispatch import devices, multiprocessors, no_mosaic_gpu
-from pallas_kernels.formats.weights import Int4Weight, NestedWeight
+from pallas_kernels.formats.weights import CodedWeight, Int4Weight, NestedWeight
 from pallas_kernels.fused_layer.arguments import LayerArguments
 from pallas_kernels.gpu import exchange
 from pallas_kernels.gpu.launch import launch, lowered_once
@@ -29,7 +29,6 @@ from pallas_kernels.matmul.mosaic_gpu import WARPGROUPS
 from pallas_kernels.matmul.mosaic_plan import COUNTER_WORDS, MATH_WARPS, MIN_SLOTS, VALUES_PER_PIECE, Plan, Stage
 from pallas_kernels.matmul.support import GROUP_SIZE
 
-CodedWeight = Int4Weight | NestedWeight
 MAX_ROWS = 8
 MAX_DEVICES = 8  # GPUs of a usual Hopper server
 MAX_PIECES = 8  # of VALUES_PER_PIECE values of x, all rows, that a thread holds in registers; a row of the norm's weight comes on top
@@ -63,8 +62,6 @@ def unsupported(args: LayerArguments) -> str | None:
             return reason
     if not support.alike(every):
         return "needs weights whose groups have one size, whose scales and zeros have the same dtypes, and whose planes are alike"
-    if reason := support.unsupported_nested(every):
-        return reason
     if others := {a.dtype.name for a in norms} - {"bfloat16"}:
         return f"needs norms in bfloat16, not {', '.join(sorted(others))}"
     pieces = rows * math.ceil(width / (VALUES_PER_PIECE * 32 * MATH_WARPS))

@@ -96,8 +96,7 @@ def unpack(upper: Value, lower: Value | None, masks: tuple[Value, Value]) -> tup
             return ptx.pure("lop3.b32 $0, $1, $2, 0x64006400, 0xEA;", x, mask)  # x & mask | 0x64006400
 
         return tuple(tuple(take(x, mask) for x in both) for mask in masks)
-    low = (upper << 4) & 0xF0F0F0F0 | lower & 0x0F0F0F0F
-    high = upper & 0xF0F0F0F0 | (lower >> 4) & 0x0F0F0F0F
+    low, high = nested_bytes(upper, lower, 16)
     exponents = ptx.i32(0x64646464)
 
     def expand(x, order):

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.formats.weights import Int4Weight, Int8Weight, NestedWeight, Weight
+from pallas_kernels.formats.weights import CodedWeight, Int4Weight, Int8Weight, NestedWeight, Weight
 from pallas_kernels.matmul.support import INT4_ROWS, alike
 
 
@@ -85,7 +85,7 @@ def coded_matmul(
     return _by_rows(multiplied, x, weight_format)
 
 
-def unsupported(x: Array, weights: Sequence[Int4Weight | NestedWeight], implementation: str) -> str | None:
+def unsupported(x: Array, weights: Sequence[CodedWeight], implementation: str) -> str | None:
     """Why an implementation of `coded_matmul` cannot run on these arguments, or their shapes, here; None if it can."""
     weight_format = _format_of_codes(weights)
     if implementation not in ("reference", *dispatch.implementations("matmul", weight_format)):
@@ -93,7 +93,7 @@ def unsupported(x: Array, weights: Sequence[Int4Weight | NestedWeight], implemen
     return dispatch.unsupported("matmul", implementation, x, weights, weight_format=weight_format, rows=_rows(x))
 
 
-def _format_of_codes(weights: Sequence[Int4Weight | NestedWeight]) -> str:
+def _format_of_codes(weights: Sequence[CodedWeight]) -> str:
     return "nested" if isinstance(weights[0], NestedWeight) else "int4"
 
 

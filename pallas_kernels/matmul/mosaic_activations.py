@@ -1,4 +1,4 @@
-"""The inputs of a stage of the Mosaic GPU INT4 matmul: how math warps place them, and their norm, in shared memory."""
+"""The inputs of a stage of the Mosaic GPU matmul of few rows: how math warps place them, and their norm, in shared memory."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The program of a block of the Mosaic GPU INT4 matmul, stage after stage.
+"""The program of a block of the Mosaic GPU matmul of few rows, stage after stage.
 
 Codes enter the tensor cores as bytes: a mask takes the low nibbles of a word, another 16 times the high ones; of nested weights both planes
 make bytes. Activations enter as integers of 16 bits, with a scale for each row and group of inputs: two columns of bytes, whose products
@@ -43,11 +43,13 @@ from pallas_kernels.matmul.mosaic_plan import (
     passes_at_once,
 )
 from pallas_kernels.matmul.mosaic_tickets import OwnShare, Share, Tickets
+from pallas_kernels.matmul.support import PLANES
 from pallas_kernels.matmul.tiles import row_of
 
 # Passes on their way at once. While a stage may still wait for its inputs there are fewer: what blocks hand over would wait for them.
 COPIES, COPIES_AHEAD = 4, 2
 WORDS_AT_ONCE = 4  # that a thread fills
+HIGH = 16  # as many times as a code its nibble is, where it is the high one of a byte
 LOG2_E = 1.4426950408889634
 
 
@@ -165,8 +167,8 @@ def copy_pass(plan: Plan, stage: Stage, first, left, source, slot, barrier, warp
     rows, words = TILE // PRODUCER_WARPS, PASS // 2  # words of scales hold two groups each
     row_bytes = left * CODE_BYTES
     with ptx.when(lane == 0):
-        ptx.arrive_with(barrier, row_bytes * (rows * len(plan.planes)))
-    for i, plane in enumerate(plan.planes):
+        ptx.arrive_with(barrier, row_bytes * (rows * plan.parameters.planes))
+    for i, plane in enumerate(PLANES[: plan.parameters.planes]):
         with ptx.when((lane < rows) & (ptx.i32(0) < left)):
             output = warp * rows + lane
             array, row = source(plane, output)
@@ -178,12 +180,12 @@ def copy_pass(plan: Plan, stage: Stage, first, left, source, slot, barrier, warp
         if (subgroups := plan.parameters.subgroups) > 1:  # a row has an even number of entries
             start = array + (ptx.i64(row) * stage.groups + ptx.i64(first)) * (2 * subgroups)
             for more in range(subgroups):
-                to = slot + plan.codes_bytes + (output + i * TILE) * plan.parameter_pitch
+                to = slot + plan.code_bytes + (output + i * TILE) * plan.parameter_pitch
                 copy_word(to, start, word + more * words, left * subgroups)
             continue
         leading = leading_entries(stage, row)
         start = array + (ptx.i64(row) * stage.groups + ptx.i64(first) - ptx.i64(leading)) * 2
-        to = slot + plan.codes_bytes + (output + i * TILE) * plan.parameter_pitch
+        to = slot + plan.code_bytes + (output + i * TILE) * plan.parameter_pitch
         copy_word(to, start, word, left + leading)
         if stage.groups % 2:  # a row that begins in the middle of a word has one word more
             with ptx.when(word == 0):
@@ -238,17 +240,15 @@ def multiply(plan: Plan, number: int, share: Share, ring: Ring, sums: Ring, x: A
     codes_at = g * CODE_PITCH + warp * CODE_BYTES + t * (16 // subgroups)
     # Rows g and g + 8 of a tile have the parity of their rows in the weight: tiles start at even rows.
     entry = warp + leading_entries(stage, g)
-    parameters_at = plan.codes_bytes + g * plan.parameter_pitch
+    parameters_at = plan.code_bytes + g * plan.parameter_pitch
     parameters_at = parameters_at + ((entry >> 1) * 4 if subgroups == 1 else warp * (2 * subgroups))
     shift = ((entry & 1) ^ 1) << 4  # a word holds two groups: to the upper half
 
     def take(slot):
         """The codes [plane][row][word], and the scales and zeros of each subgroup, of the warp's group."""
         start = ring.slot(slot)
-        codes = [
-            [words_of_row(start + codes_at + (plane + more) * CODE_PITCH) for more in (0, 8)]
-            for plane in range(0, TILE * len(plan.planes), TILE)
-        ]
+        planes = range(0, plan.parameters.planes * TILE, TILE)
+        codes = [[words_of_row(start + codes_at + (plane + more) * CODE_PITCH) for more in (0, 8)] for plane in planes]
 
         def one(row, subgroup):
             """An entry, in the upper half of a word."""
@@ -322,11 +322,13 @@ def zero_of(plan: Plan, word, scale):
 
 
 def of_planes(plan: Plan, scale, zero):
-    """What the products of codes are multiplied by, and the zero beside it: the middle of a step of the upper plane is its code's
-    weight, see `NestedWeight`."""
+    """What the sum of products with codes, times `HIGH` in INT4, and the sum of activations are multiplied by.
+
+    A nested weight is (code - 8) * scale / steps + zero, see `NestedWeight`; the scale of activations holds 1 / HIGH.
+    """
     if (steps := plan.parameters.lower_steps) is None:
         return scale, zero
-    return (scale if steps == 16 else scale * (16.0 / steps)), numerics.fma(scale, ptx.f32(-8.0 / steps), zero)
+    return (scale if steps == HIGH else scale * (HIGH / steps)), numerics.fma(scale, ptx.f32(-8.0 / steps), zero)
 
 
 def add_group(plan: Plan, totals: list, codes: list, parameters: list, x: list, sums: list) -> list:
@@ -336,8 +338,11 @@ def add_group(plan: Plan, totals: list, codes: list, parameters: list, x: list, 
     subgroups, and the scale.
     """
     each = STEPS // len(parameters)
-    multiplied = products if len(codes) == 1 else products_of_planes
-    of_subgroups = [multiplied(plan, codes, x, range(first, first + each)) for first in range(0, STEPS, each)]
+    if len(codes) == 1:
+        multiplied = functools.partial(products, codes[0], x)
+    else:
+        multiplied = functools.partial(products_of_planes, *codes, plan.parameters.lower_steps, x)
+    of_subgroups = [multiplied(range(first, first + each)) for first in range(0, STEPS, each)]
     new = []
     for n, (total, (sums_x, scale_x)) in enumerate(zip(totals, sums)):
         for of_rows, found, sum_x in zip(parameters, of_subgroups, sums_x):
@@ -350,30 +355,28 @@ def add_group(plan: Plan, totals: list, codes: list, parameters: list, x: list, 
     return new
 
 
-def products(plan: Plan, codes: list, x: list, steps: range) -> list:
-    """16 times the products of these words of codes with the bytes of activations, for each row tile."""
-    (codes,) = codes
+def products(codes: list, x: list, steps: range) -> list:
+    """`HIGH` times the products of these words of codes [row][word] with the bytes of activations, for each row tile."""
     if len(steps) == 1:  # low nibbles are one half of the inputs of an instruction, high ones the other
         (s,) = steps
         fragment = [*(row[s] & 0x0F0F0F0F for row in codes), *((row[s] >> 4) & 0x0F0F0F0F for row in codes)]
         found = (fragments.mma_bytes((ptx.i32(0),) * 4, fragment, [half[s] for half in halves]) for halves in x)
-        return [[low * 16 for low in each] for each in found]
+        return [[low * HIGH for low in each] for each in found]
     masks = 0x0F0F0F0F, 0xF0F0F0F0
     acc = [[(ptx.i32(0),) * 4 for _ in x] for _ in masks]
     for s in steps[::2]:
         for half, mask in enumerate(masks):
             fragment = [row[s + k] & mask for k in (0, 1) for row in codes]
             acc[half] = [fragments.mma_bytes(old, fragment, x[n][half][s : s + 2]) for n, old in enumerate(acc[half])]
-    return [[low * 16 + high for low, high in zip(*of_halves)] for of_halves in zip(*acc)]
+    return [[low * HIGH + high for low, high in zip(*of_halves)] for of_halves in zip(*acc)]
 
 
-def products_of_planes(plan: Plan, codes: list, x: list, steps: range) -> list:
-    """The products of the codes of both planes with the bytes of activations, for each row tile."""
-    upper, lower = codes
+def products_of_planes(upper: list, lower: list, lower_steps: int, x: list, steps: range) -> list:
+    """The products of codes of two planes, [row][word] each, with the bytes of activations, for each row tile."""
 
     def of_nibbles(row: int, s: int) -> tuple:
         """Codes of the low nibbles of a word of both planes, and of the high ones."""
-        return numerics.nested_bytes(upper[row][s], lower[row][s], plan.parameters.lower_steps)
+        return numerics.nested_bytes(upper[row][s], lower[row][s], lower_steps)
 
     acc = [(ptx.i32(0),) * 4 for _ in x]
     if len(steps) == 1:

@@ -15,7 +15,7 @@ import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
-from pallas_kernels.formats.weights import Int4Weight, NestedWeight
+from pallas_kernels.formats.weights import CodedWeight
 from pallas_kernels.gpu.launch import launch, lowered_once
 from pallas_kernels.matmul import support
 from pallas_kernels.matmul.mosaic_plan import EPILOGUE_WARPS, MATH_WARPS, MIN_SLOTS, PRODUCER_WARPS, Plan, Stage
@@ -24,18 +24,16 @@ from pallas_kernels.matmul.support import GROUP_SIZE
 WARPGROUPS = (MATH_WARPS + PRODUCER_WARPS + EPILOGUE_WARPS) // 4
 
 
-def unsupported(x: Array, weights: Sequence[Int4Weight | NestedWeight]) -> str | None:
+def unsupported(x: Array, weights: Sequence[CodedWeight]) -> str | None:
     if reason := no_mosaic_gpu() or support.unsupported_by_mosaic(x, weights):
         return reason
     rows, parameters = math.prod(x.shape[:-1]), support.parameters_of(weights[0])
-    if reason := support.unsupported_nested(weights):
-        return reason
     if plan_for(rows, x.shape[-1] // GROUP_SIZE, tuple(weight.shape[0] for weight in weights), parameters).slots < MIN_SLOTS:
         return f"has no room for {rows} rows beside weights in groups of {parameters.group_size}"
     return None
 
 
-def coded_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight | NestedWeight]) -> Float[Array, "*rows out"]:
+def coded_matmul(x: Float[Array, "*rows in"], weights: Sequence[CodedWeight]) -> Float[Array, "*rows out"]:
     rows = x.reshape(-1, x.shape[-1])
     outputs = tuple(weight.shape[0] for weight in weights)
     y = run(plan_for(rows.shape[0], x.shape[-1] // GROUP_SIZE, outputs, support.parameters_of(weights[0])), rows, weights)
@@ -47,12 +45,12 @@ def plan_for(rows: int, groups: int, outputs: tuple[int, ...], parameters: suppo
 
 
 @lowered_once
-def run(plan: Plan, x: Float[Array, "M in"], weights: Sequence[Int4Weight | NestedWeight]) -> Float[Array, "M out"]:
+def run(plan: Plan, x: Float[Array, "M in"], weights: Sequence[CodedWeight]) -> Float[Array, "M out"]:
     """The weights' outputs one after the other."""
     from pallas_kernels.matmul import mosaic_block
 
     emit = functools.partial(mosaic_block.emit_block, plan)
     inputs = {"x": x} | support.weight_inputs(weights)
     outputs = {"y": jax.ShapeDtypeStruct((plan.rows, plan.stages[0].width), x.dtype)}
-    name = "int4_matmul" if plan.parameters.lower_steps is None else "nested_matmul_few"
+    name = ("int4_matmul", "nested_matmul")[plan.parameters.planes - 1]
     return launch(name, emit, inputs, outputs, plan.blocks, WARPGROUPS, plan.layout.total)["y"]

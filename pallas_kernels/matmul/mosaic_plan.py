@@ -1,4 +1,4 @@
-"""How the Mosaic GPU INT4 matmul divides its work: stages, each a matmul, one after the other in one launch."""
+"""How the Mosaic GPU matmul of few rows divides its work: stages, each a matmul, one after the other in one launch."""
 
 import dataclasses
 import math
@@ -169,19 +169,14 @@ class Plan:
         return 2 * PASS * self.parameters.subgroups + 4
 
     @property
-    def planes(self) -> tuple[str, ...]:
-        """The arrays of codes of a weight: two if it is nested."""
-        return ("codes",) if self.parameters.lower_steps is None else ("codes", "lower")
-
-    @property
-    def codes_bytes(self) -> int:
+    def code_bytes(self) -> int:
         """Bytes of the codes of a pass, after which its scales and zeros lie."""
-        return TILE * CODE_PITCH * len(self.planes)
+        return self.parameters.planes * TILE * CODE_PITCH
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of the codes, scales and zeros of a pass."""
-        return self.codes_bytes + 2 * TILE * self.parameter_pitch
+        return self.code_bytes + 2 * TILE * self.parameter_pitch
 
     @property
     def tile_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""The tiles of outputs that a block of the Mosaic GPU INT4 matmul works on: a share of its own, or shares that it draws tickets for."""
+"""The tiles of outputs that a block of the Mosaic GPU matmul of few rows works on: its own share, or shares that it draws tickets for."""
 
 import dataclasses
 from collections.abc import Callable

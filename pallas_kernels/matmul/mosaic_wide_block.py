@@ -14,26 +14,24 @@ from pallas_kernels.gpu.ring import Ring, arrive_for_warp
 from pallas_kernels.matmul.mosaic_wide_plan import (
     CODE_BYTES,
     CODE_WARPS,
+    COLUMN_BYTES,
     COLUMNS,
     GROUP_SIZE,
-    MAX_MATH_WARPS,
     MMA_BYTES,
     PARAMETER_GROUPS,
     PARAMETER_SLOTS,
+    PIECES_AT_ONCE,
     STEP_GROUPS,
     WARP_OUTPUTS,
     X_BYTES,
     X_WARPS,
     Plan,
 )
+from pallas_kernels.matmul.support import PLANES
 from pallas_kernels.matmul.tiles import ClusterShare, add_clusters, row_of, sums_of_cluster
 
-PLANES = "codes", "lower"  # arrays of codes
 CODE_LANES = 32 * CODE_WARPS
 PIECE_BYTES = 16  # that a lane copies at once
-COLUMN_BYTES = 64  # of 32 inputs of a row of activations, which a warp copies at once
-PIECES_AT_ONCE = 16  # of activations that a lane has in registers
-PIECES_BESIDE = 12  # that it has of steps ahead beside the most math warps, with which there are 96 registers
 SUMS_BYTES = 16  # of a lane's sums of a tile of rows
 ONES = 0x3F803F80  # a pair of bfloat16
 
@@ -87,7 +85,9 @@ def produce_codes(plan: Plan, at: dict, share: ClusterShare, ring: Ring, paramet
     """Fills slots with codes, and those of scales and zeros, for all steps of all tiles. thread: 0 to CODE_LANES - 1."""
 
     def one_tile(tile, carry):
-        scales, zeros, *planes = (sources(plan, at, share, name, tile, thread) for name in ("scale", "zero", *PLANES[: plan.planes]))
+        scales, zeros, *planes = (
+            sources(plan, at, share, name, tile, thread) for name in ("scale", "zero", *PLANES[: plan.parameters.planes])
+        )
 
         def some(first, last, carry):
             slot, parity, *carry = carry
@@ -177,7 +177,7 @@ def produce_activations(plan: Plan, x, share: ClusterShare, ring: Ring, warp, la
         return ptx.loop(ptx.i32(0), share.count, carry, step)
 
     ahead, words = ptx.i32(0), []
-    for _ in range(max(1, (PIECES_AT_ONCE if plan.math_warps < MAX_MATH_WARPS else PIECES_BESIDE) // len(first))):
+    for _ in range(plan.steps_ahead):
         words.append(x.load(ahead, first))
         ahead = following(ahead)
     ptx.loop(share.lower, share.upper, (ptx.i32(0), ptx.i32(1), ahead, *words), one_tile)
@@ -229,8 +229,10 @@ class Activations:
 
 
 def multiply(plan: Plan, at: dict, share: ClusterShare, ring: Ring, parameters: Ring, part: int, warp, lane) -> None:
-    """Multiplies all tiles by a part of the inputs of each step, and writes the warp's outputs; in a cluster it leaves its sums in shared
-    memory. warp: among those of the part."""
+    """Multiplies all tiles, and writes the warp's outputs; in a cluster it leaves its sums in shared memory.
+
+    part: which of the `config.split` parts of the inputs of each step. warp: among those of the part.
+    """
     # A warp without outputs does as the last that has some, for products are of whole warpgroups.
     output = ptx.minimum(warp * WARP_OUTPUTS, ptx.i32(plan.tile - WARP_OUTPUTS))
     # Where a lane's row of codes is for `load_matrices`, whose matrices are two of rows and two columns of 16 bytes.
@@ -285,7 +287,7 @@ def add_step(plan: Plan, part: int, acc: list, slot, codes_at, moved, scales_at)
         rows = [[Unpacked(plan, *(in_both_halves(x, number % 2) for x in pair)) for pair in words[number // 2]] for number in numbers]
         for first in (0, 2):  # of four columns of 16 bytes
             column = (group * columns + first) * PIECE_BYTES
-            at_planes = [slot + i * plan.plane_bytes + codes_at for i in range(plan.planes)]
+            at_planes = [slot + i * plan.plane_bytes + codes_at for i in range(plan.parameters.planes)]
             # Words of each plane.
             codes = [*zip(*(fragments.load_matrices(at_plane + (moved ^ column), transposed=False) for at_plane in at_planes))]
             # [row][half of the subgroup], each of the column and of the next.

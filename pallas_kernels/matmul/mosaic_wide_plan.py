@@ -10,11 +10,13 @@ from pallas_kernels.matmul.support import DEFAULT_PARAMETERS, GROUP_SIZE, Parame
 
 WARP_OUTPUTS = 16  # of a tile
 WARPGROUP_OUTPUTS = 4 * WARP_OUTPUTS  # that a math warpgroup multiplies at once
-MAX_TILE = 256
+MAX_TILE = 256  # 4 math warpgroups of outputs, with which a thread may have 96 registers
 COLUMNS = 8  # of activations in a tile of the tensor cores, a row each
 MAX_ROWS = 64
 CODE_WARPS = 2  # they copy codes, scales and zeros
 X_WARPS = 2  # they copy activations
+COLUMN_BYTES = 64  # of 32 inputs of a row of activations, which a warp copies at once
+PIECES_AT_ONCE = 16  # of activations that a lane has in registers
 CODE_BYTES = GROUP_SIZE // 2  # of a group of one output
 X_BYTES = 2  # of an activation
 MMA_INPUTS = 16  # that a product of the tensor cores contracts
@@ -86,7 +88,7 @@ class Plan:
     def fits(self) -> bool:
         """Whether there is room for it, and work for each of its blocks."""
         whole = self.groups % STEP_GROUPS == 0
-        divided = self.config.split == 1 or self.config.cluster > 1
+        divided = self.config.split == 1 or (self.config.split == 2 and self.config.cluster > 1)
         addressed = self.tile <= MAX_RUNS * self.run
         room = self.math_warps <= MAX_MATH_WARPS and self.slots >= MIN_SLOTS
         return whole and divided and addressed and room and self.config.cluster <= self.steps
@@ -154,14 +156,19 @@ class Plan:
         return math.ceil(self.rows / COLUMNS)
 
     @property
+    def pieces(self) -> int:
+        """Pieces of the activations of a step that a lane of the warps that copy them has, of 8 inputs each."""
+        return self.row_tiles * (STEP_GROUPS * GROUP_SIZE * X_BYTES // (COLUMN_BYTES * X_WARPS))
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps whose activations are loaded before their slot is free: 16 pieces are 64 registers, of 96 beside the most math warps."""
+        return max(1, (PIECES_AT_ONCE if self.math_warps < MAX_MATH_WARPS else PIECES_AT_ONCE - 4) // self.pieces)
+
+    @property
     def code_pitch(self) -> int:
         """Bytes from one output's codes to the next in a slot."""
         return CODE_BYTES * STEP_GROUPS
-
-    @property
-    def planes(self) -> int:
-        """How many planes of codes a weight has: two if it is nested."""
-        return 1 if self.parameters.lower_steps is None else 2
 
     @property
     def plane_bytes(self) -> int:
@@ -171,7 +178,7 @@ class Plan:
     @property
     def code_bytes(self) -> int:
         """Bytes of the codes of a step."""
-        return self.planes * self.plane_bytes
+        return self.parameters.planes * self.plane_bytes
 
     @property
     def x_tile_bytes(self) -> int:
@@ -217,8 +224,8 @@ class Plan:
 def config_of(groups: int, outputs: tuple[int, ...], multiprocessors: int, parameters: Parameters) -> Config:
     """The configuration with which the busiest multiprocessor copies the least, with as many rows as there may be.
 
-    Of those that were measured, in which each math warp has outputs and all inputs. Smaller tiles share work among multiprocessors more
-    evenly: 28672 outputs in tiles of 224 keep 128 of 132 busy, and in tiles of 256 112.
+    Candidates are tiles of whole warpgroups without a split, which were measured. Others divide the work more evenly and were not: 28672
+    outputs in tiles of 224 keep 128 multiprocessors of 132 busy, in tiles of 256 112.
     """
     sizes = range(1, MAX_CLUSTER + 1)
     shapes = [Config(tile, size) for tile in range(MAX_TILE, 0, -WARPGROUP_OUTPUTS) for size in sizes]

@@ -9,11 +9,11 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.formats.rounding import accumulation_dtype
-from pallas_kernels.formats.weights import Int4Weight, Int8Weight, NestedWeight, dequantize_weight
+from pallas_kernels.formats.weights import CodedWeight, Int8Weight, dequantize_weight
 from pallas_kernels.matmul.support import INT4_ROWS
 
 
-def coded_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight | NestedWeight]) -> Float[Array, "*rows out"]:
+def coded_matmul(x: Float[Array, "*rows in"], weights: Sequence[CodedWeight]) -> Float[Array, "*rows out"]:
     wide = accumulation_dtype(x.dtype)
     # Or XLA dequantizes once, before the decode loop, and keeps every weight in full precision through it.
     x, weights = lax.optimization_barrier((x, tuple(weights)))

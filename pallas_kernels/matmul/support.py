@@ -10,13 +10,14 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from pallas_kernels.formats.weights import Int4Weight, Int8Weight, NestedWeight, upper_plane
+from pallas_kernels.formats.weights import CodedWeight, Int8Weight, NestedWeight, upper_plane
 
 GROUP_SIZE = 128
 GROUP_SIZES = (128, 64, 32)  # of weights that some kernel multiplies
 MAX_ROWS = 16  # of the kernels that have no limit of their own: mosaic_gpu and triton
 INT4_ROWS = 64  # up to which some kernel multiplies by INT4 weights; more rows are left to XLA
 OUTPUTS = 16  # a weight has a multiple of these
+PLANES = "codes", "lower"  # a launch's inputs of codes (`weight_inputs`), the upper plane's or those of INT4 first
 DTYPES = (("bfloat16", "bfloat16"), ("bfloat16", "int16"), ("float16", "int16"))  # of scales and zeros; in int16 they are zero points
 
 
@@ -40,12 +41,17 @@ class Parameters:
         """Scales of GROUP_SIZE inputs, which kernels take at once."""
         return GROUP_SIZE // self.group_size
 
+    @property
+    def planes(self) -> int:
+        """Planes of codes: two of a nested weight."""
+        return 1 if self.lower_steps is None else 2
+
 
 DEFAULT_PARAMETERS = Parameters()
 
 
 def unsupported(
-    x: Array, weights: Sequence[Int4Weight | NestedWeight], max_rows: int = MAX_ROWS, group_sizes: tuple[int, ...] = (GROUP_SIZE,)
+    x: Array, weights: Sequence[CodedWeight], max_rows: int = MAX_ROWS, group_sizes: tuple[int, ...] = (GROUP_SIZE,)
 ) -> str | None:
     """Why no kernel for up to `max_rows` rows and groups of these sizes runs on these arguments, or None."""
     if x.dtype != jnp.bfloat16:
@@ -70,35 +76,30 @@ def unsupported(
     return None
 
 
-def parameters_of(weight: Int4Weight | NestedWeight) -> Parameters:
+def parameters_of(weight: CodedWeight) -> Parameters:
     """The parameters of a weight."""
     upper, lower_steps = upper_plane(weight), weight.steps if isinstance(weight, NestedWeight) else None
     return Parameters(upper.scale.dtype.name, upper.zero.dtype.name, 2 * upper.codes.shape[2], lower_steps)
 
 
-def alike(weights: Sequence[Int4Weight | NestedWeight]) -> bool:
+def alike(weights: Sequence[CodedWeight]) -> bool:
     """Whether one launch can have these weights: their parameters are the same."""
     return len({parameters_of(weight) for weight in weights}) <= 1
 
 
-def unsupported_by_mosaic(x: Array, weights: Sequence[Int4Weight | NestedWeight], max_rows: int = MAX_ROWS) -> str | None:
+def unsupported_by_mosaic(x: Array, weights: Sequence[CodedWeight], max_rows: int = MAX_ROWS) -> str | None:
     """Why no kernel in Pallas Mosaic GPU for up to `max_rows` rows runs on these arguments, or None."""
     if reason := unsupported(x, weights, max_rows, GROUP_SIZES):
         return reason
     if (inputs := x.shape[-1]) % GROUP_SIZE:
         return f"supports inputs in multiples of {GROUP_SIZE}, not {inputs}"
-    return None
-
-
-def unsupported_nested(weights: Sequence[Int4Weight | NestedWeight]) -> str | None:
-    """Why kernels in Pallas Mosaic GPU do not take nested weights with these scales and zeros, or None."""
     kind = parameters_of(weights[0])
-    if kind.lower_steps is not None and (kind.scale, kind.zero) != ("bfloat16", "bfloat16"):
+    if kind.planes == 2 and (kind.scale, kind.zero) != ("bfloat16", "bfloat16"):
         return f"needs scales and zeros of nested weights in bfloat16, not {kind.scale} and {kind.zero}"
     return None
 
 
-def weight_inputs(weights: Sequence[Int4Weight | NestedWeight], stage: int = 0) -> dict[str, Array]:
+def weight_inputs(weights: Sequence[CodedWeight], stage: int = 0) -> dict[str, Array]:
     """The arrays of weights as a launch's inputs: "codes0_1" are the codes of weight 1 of stage 0, "lower0_1" those of its lower plane."""
     found = {}
     for i, weight in enumerate(weights):

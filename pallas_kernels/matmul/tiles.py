@@ -48,6 +48,7 @@ def add_clusters(add: Callable[[], None]) -> None:
 
 
 def sums_of_cluster(addresses: list, words: int, cluster: int) -> list:
-    """Sums of float32 words at the same addresses of each block's shared memory, in the order of the blocks' ranks."""
+    """Sums of float32 words at the same addresses of each block's shared memory, in the order of the blocks'
+    ranks, and of a block's in the order of the addresses."""
     found = [ptx.load_cluster(ptx.in_block(at, ptx.i32(rank)), words, "f") for rank in range(cluster) for at in addresses]
     return [numerics.total(each) for each in zip(*found)]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import multiprocessors, no_triton, shared_memory
-from pallas_kernels.formats.weights import Int4Weight, NestedWeight, upper_plane
+from pallas_kernels.formats.weights import CodedWeight, NestedWeight, upper_plane
 from pallas_kernels.matmul import support
 from pallas_kernels.matmul.support import GROUP_SIZE, GROUP_SIZES, OUTPUTS
 
@@ -36,7 +36,7 @@ class Config:
     num_stages: int
 
 
-def unsupported(x: Array, weights: Sequence[Int4Weight | NestedWeight]) -> str | None:
+def unsupported(x: Array, weights: Sequence[CodedWeight]) -> str | None:
     if reason := no_triton():
         return reason
     if len(weights) > MAX_WEIGHTS:
@@ -44,9 +44,7 @@ def unsupported(x: Array, weights: Sequence[Int4Weight | NestedWeight]) -> str |
     return support.unsupported(x, weights, group_sizes=GROUP_SIZES)
 
 
-def coded_matmul(
-    x: Float[Array, "*rows in"], weights: Sequence[Int4Weight | NestedWeight], *, config: Config | None = None
-) -> Float[Array, "*rows out"]:
+def coded_matmul(x: Float[Array, "*rows in"], weights: Sequence[CodedWeight], *, config: Config | None = None) -> Float[Array, "*rows out"]:
     import jax_triton
 
     from pallas_kernels.matmul import triton_kernel
@@ -81,7 +79,7 @@ def coded_matmul(
     return y.reshape(*x.shape[:-1], -1)
 
 
-def _arrays(weight: Int4Weight | NestedWeight) -> tuple[Array, Array, Array, Array]:
+def _arrays(weight: CodedWeight) -> tuple[Array, Array, Array, Array]:
     upper = upper_plane(weight)
     return upper.codes, upper.scale, upper.zero, weight.lower if isinstance(weight, NestedWeight) else upper.codes
 
@@ -112,7 +110,7 @@ class Plan:
     lower_steps: int | None = None
 
     @classmethod
-    def of(cls, x: Array, weights: Sequence[Int4Weight | NestedWeight]) -> "Plan":
+    def of(cls, x: Array, weights: Sequence[CodedWeight]) -> "Plan":
         groups, kind = upper_plane(weights[0]).codes.shape[1], support.parameters_of(weights[0])
         shape = math.prod(x.shape[:-1]), groups, tuple(weight.shape[0] for weight in weights)
         return cls(*shape, group_size=kind.group_size, lower_steps=kind.lower_steps)

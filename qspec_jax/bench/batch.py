@@ -16,6 +16,7 @@ from rich.console import RenderableType
 from qspec_jax.bench.simulated import SimulatedGreedy
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import BITS, TOKENS, GenerationConfig
+from qspec_jax.decoding.exact_bits import decodes_in_turn
 from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.prefill_groups import layers_at_once
@@ -186,6 +187,8 @@ def run(
 
     strategy = make_sampler if rate is None else lambda *configs: SimulatedGreedy(jnp.full(len(configs), rate))
     batch_size, prepared = min(batch_size, len(requests)), prepare(model, requests, batch_size=batch_size)
+    if decodes_in_turn(prepared.configs):  # in whatever way
+        batch_size, ways = 1, [way for way in ways if way != "fixed"]
     settings = dict(batch_size=batch_size, strategy=strategy)
 
     rows_of_each = min(batch_size, -(-len(requests) // max(1, len(devices))))  # as several devices have
@@ -229,7 +232,7 @@ def run(
         prompts=len(requests),
         batch_size=batch_size,
         gamma=max(request.config.num_speculative_tokens for request in requests),
-        exact=TOKENS if prepared.exact == AUTO else prepared.exact,  # in a batch they are the same
+        exact=TOKENS if prepared.exact == AUTO else prepared.exact,  # batches run auto as tokens
         prompt_tokens=sum(len(request.tokens) for request in requests),
         simulated_rate=rate,
         rows=rows,

@@ -157,9 +157,8 @@ def measure(
         results = _results(model, fitting, prompts, settings, batch_size)
 
         def row(case: Case, batch_size: int = batch_size, results: Iterator[DecodeRow | Exception] = results) -> DecodeRow:
-            without_figures = functools.partial(
-                DecodeRow, case.method.name, len(prompts[0]), case.gamma, temperature=case.temperature, batch_size=batch_size
-            )
+            known = dict(temperature=case.temperature, batch_size=batch_size, exact=None if case.exact == AUTO else case.exact)
+            without_figures = functools.partial(DecodeRow, case.method.name, len(prompts[0]), case.gamma, **known)
             if (fewer := too_many.get(case, batch_size)) < batch_size:
                 return without_figures("skipped", f"batch size {fewer} did not fit")
             result = next(results)

@@ -41,7 +41,7 @@ class DecodeReport(Run):
         """Two tables: whole decodes, and their steps. Where the batch size is not always 1, they say what it is."""
         batches = any(row.batch_size > 1 for row in self.rows)
         of_host = [] if self.copy_bandwidth_gb_per_s is None else ["MB copied", "GB/s"]
-        columns = _columns(batches, both=self._both)
+        columns = _columns(batches, with_exact=self._compares_exact)
         wraps = ("method", "prefill s", "compile s", "cache GB", "peak GB", "copies")
         whole = grid(*columns, left=("method",), wraps=wraps)
         names = [label for label in ("context", "rows", "method", "gamma", "exact") if label in columns]
@@ -51,7 +51,8 @@ class DecodeReport(Run):
             whole.add_row(*(cell(row) for cell in columns.values()))
             if row.status != "measured":
                 size = f", batch size {row.batch_size}" if batches else ""
-                missing += f"\n{row.context:,} tokens{size}, {row.method}, gamma {row.gamma}: {row.status}: {row.note}"
+                exact = f", exact {row.exact}" if row.exact else ""
+                missing += f"\n{row.context:,} tokens{size}, {row.method}, gamma {row.gamma}{exact}: {row.status}: {row.note}"
             for step, found in row.steps.items():
                 t = found.timing
                 floor = [f"{found.bytes / 1e6:,.1f}", f"{1 / found.share:.2f}x"] if found.bytes else ["-", "-"]
@@ -79,10 +80,10 @@ class DecodeReport(Run):
             raise InputError("--plot: nothing was measured")
         best = {}
         for row in sorted(rows, key=lambda row: row.tokens_per_second):
-            best[row.method, row.context, row.batch_size] = row
+            best[self._line(row), row.context, row.batch_size] = row
         lines = defaultdict(list)
         for row in sorted(best.values(), key=lambda row: (row.context, row.batch_size)):
-            lines[row.method].append(row)
+            lines[self._line(row)].append(row)
         # METHODS have the same colors in every plot.
         names = [*METHODS, *sorted(lines.keys() - METHODS.keys())]
         lines = {name: (f"C{number}", lines[name]) for number, name in enumerate(names) if name in lines}
@@ -118,19 +119,26 @@ class DecodeReport(Run):
             + (", or of copying those of the cache that are in host memory where that takes longer." if copied else "."),
             *sorted({f"{row.method}: {row.note}." for row in self.rows if row.status == "measured" and row.note}),
         ]
-        bits, tokens = ({(row.method, row.batch_size) for row in self.rows if row.exact == exact} for exact in (BITS, TOKENS))
-        if bits and not self._both:
+        bits, tokens = self._methods_with(BITS), self._methods_with(TOKENS)
+        if bits and not self._compares_exact:
             listed = ", ".join(f"{method}{f', {size} rows' if batches else ''}" for method, size in sorted(bits))
             notes.append("All with exact bits." if not tokens else f"With exact bits: {listed}; the others with exact tokens.")
         if self.allocated_bytes:
             notes.append(f"JAX had given out at most {self.allocated_bytes / 1e9:.1f} GB of a device's memory at a time.")
         return notes
 
+    def _methods_with(self, exact: str) -> set[tuple[str, int]]:
+        """Methods that were measured with bits, or tokens, and with how many rows."""
+        return {(row.method, row.batch_size) for row in self.rows if row.exact == exact}
+
     @property
-    def _both(self) -> bool:
+    def _compares_exact(self) -> bool:
         """Whether a method was measured with exact bits and with exact tokens."""
-        bits, tokens = ({(row.method, row.batch_size) for row in self.rows if row.exact == exact} for exact in (BITS, TOKENS))
-        return bool(bits & tokens)
+        return bool(self._methods_with(BITS) & self._methods_with(TOKENS))
+
+    def _line(self, row: DecodeRow) -> str:
+        """The name of the line of a plot that a row belongs to."""
+        return f"{row.method}, exact {row.exact}" if self._compares_exact and row.exact else row.method
 
     def _simulated(self) -> list[str]:
         """How acceptance was simulated: a phrase for each rate."""
@@ -150,8 +158,8 @@ class DecodeReport(Run):
         return [f"{where(rate)}: {rate:.3f} of each draft, given those before it{mean(rate)}{''.join(inner)}" for rate in contexts]
 
 
-def _columns(batches: bool, *, both: bool) -> dict[str, Callable[[DecodeRow], str]]:
-    """The columns of whole decodes; of batches those that depend on how many rows there are. both: whether `exact` differs."""
+def _columns(batches: bool, *, with_exact: bool) -> dict[str, Callable[[DecodeRow], str]]:
+    """The columns of whole decodes; of batches those that depend on how many rows there are. with_exact: with one of `exact`."""
 
     def figure(name: str, form: str, unit: str = "") -> Callable[[DecodeRow], str]:
         return lambda row: formatted(getattr(row, name), form, unit)
@@ -175,7 +183,7 @@ def _columns(batches: bool, *, both: bool) -> dict[str, Callable[[DecodeRow], st
         **(rows if batches else {}),
         "method": lambda row: row.method,
         "gamma": figure("gamma", "d"),
-        **({"exact": lambda row: row.exact or "-"} if both else {}),
+        **({"exact": lambda row: row.exact or "-"} if with_exact else {}),
         "accepted": ratio,
         "tokens/s": figure("tokens_per_second", ",.1f"),
         **(by_bytes if batches else {}),
@@ -202,7 +210,7 @@ def _plot_contexts(lines: Mapping[str, tuple[str, list[DecodeRow]]]) -> Any:
         plots.context_axis(axes, contexts)
     for name, (color, found) in lines.items():
         style = dict(color=color, marker="o", label=name)
-        if speedups := [(row.context, row.speedup) for row in found if row.speedup and name != AUTOREGRESSIVE]:
+        if speedups := [(row.context, row.speedup) for row in found if row.speedup and row.method != AUTOREGRESSIVE]:
             speed.plot(*zip(*speedups), **style)
             if limits := [(row.context, row.byte_limit) for row in found if row.byte_limit]:
                 speed.plot(*zip(*limits), color=color, linestyle=":")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pallas_kernels.attention.support import MAX_ROUND_TOKENS
 from qspec_jax.bench.timing import Timing
 from qspec_jax.caches.registry import CacheConfig
-from qspec_jax.decoding.config import AUTOREGRESSIVE, GenerationConfig, fitting
+from qspec_jax.decoding.config import AUTOREGRESSIVE, BITS, TOKENS, GenerationConfig, fitting
 from qspec_jax.drafts.registry import AUTO, NONE, parse_draft
 from qspec_jax.errors import DraftRoomError, HostMemoryError, InputError
 
@@ -106,7 +106,7 @@ class DecodeRow:
         status: "measured", "failed", or "skipped" if fewer rows did not fit the memory.
         note: why there are no figures, or how they came about.
         cache: the text of the target's cache; None if it was not measured.
-        exact: "bits" or "tokens", see `GenerationConfig`; None if it was not measured.
+        exact: "bits" or "tokens", see `GenerationConfig`; None if neither was asked for and nothing was measured.
         temperature: that tokens were drawn with.
         batch_size: rows that decode each prompt together; they differ in their random draws alone.
         simulated_rate: the chance that a draft is accepted, given those before it; None: drafts are verified.
@@ -257,17 +257,16 @@ def attempt(function: Callable, *args):
 
 
 def compared(rows: Sequence[DecodeRow]) -> list[DecodeRow]:
-    """The rows of one temperature with what the baseline of the same context and batch size makes of them, that of the same `exact` where
-    there are several; with the byte model's limit, if steps were measured."""
+    """The rows of one temperature with what the baseline of the same context and batch size makes of them; with the byte model's limit, if
+    steps were measured.
 
-    def place(row):
-        return (row.context, row.batch_size)
-
-    measured = [row for row in rows if row.method == AUTOREGRESSIVE and row.ms_per_token]
-    baselines = {place(row): row for row in measured} | {(*place(row), row.exact): row for row in measured}
+    Of several baselines it is that with the row's `exact`, and for rows of other programs the one with exact tokens.
+    """
+    baselines = {(row.context, row.batch_size, row.exact): row for row in rows if row.method == AUTOREGRESSIVE and row.ms_per_token}
 
     def with_baseline(row: DecodeRow) -> DecodeRow:
-        baseline = baselines.get((*place(row), row.exact), baselines.get(place(row)))
+        places = ((row.context, row.batch_size, exact) for exact in (row.exact, TOKENS, BITS))
+        baseline = next((baselines[place] for place in places if place in baselines), None)
         if baseline is None or row.ms_per_token is None:
             return row
         row = dataclasses.replace(row, speedup=baseline.ms_per_token / row.ms_per_token)

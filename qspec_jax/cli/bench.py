@@ -236,7 +236,9 @@ def bench_batch(
     ] = None,
     fixed: Annotated[bool, typer.Option("--fixed/--no-fixed", help="Also fixed batches, to compare.")] = True,
     one_by_one: Annotated[bool, typer.Option("--one-by-one", help="Also one prompt at a time, to compare their tokens.")] = False,
-    exact: Annotated[str, typer.Option(metavar="|".join(EXACT), help="bits: with passes of fixed bits.")] = AUTO,
+    exact: Annotated[
+        str, typer.Option(metavar="|".join(EXACT), help="bits: with passes of fixed bits; auto: tokens, as batch has it.")
+    ] = AUTO,
     devices: Devices = "1",
     seed: Seed = 0,
     dtype: DtypeOption = None,

@@ -309,7 +309,9 @@ def _print_stream(pieces: Stream) -> Generation:
 
 
 def stats_table(results: dict[str, Generation], *, bf16_bytes: int | None = None) -> Table:
-    table = Table("", *results, box=None, header_style="bold", padding=(0, 3, 0, 0))
+    table = Table("", box=None, header_style="bold", padding=(0, 3, 0, 0))
+    for name in results:
+        table.add_column(name, overflow="fold")  # the text of a cascade is long
 
     def row(label: str, show) -> None:
         cells = [show(out.stats) for out in results.values()]

@@ -51,8 +51,8 @@ def exact_of_rows(
 ) -> str:
     """What exact "auto" is for rows that are decoded together. On a GPU one line is logged, at INFO, with the choice.
 
-    It is "bits" for a single prompt that can have them. Rows of a batch would be read one after the other, and linear layers of more than
-    128 rows would be slower (docs/exact.md).
+    It is "bits" for a single greedy prompt that can have them. Rows of a batch would be read one after the other, and linear layers of more
+    than 128 rows would be slower, or with INT4 and nested weights of more than 8 (docs/exact.md).
 
     Args:
         model, draft: of the rows; the model may be an outline.
@@ -67,7 +67,7 @@ def exact_of_rows(
     if config.temperature > 0:
         return _logged(TOKENS, f"since {AUTO} is {BITS} for greedy decoding alone")
     if model.config.int4_weights or model.config.nested_weights:
-        return _logged(TOKENS, f"since {AUTO} is {BITS} for linear layers in {model.dtype.name} alone")
+        return _logged(TOKENS, f"since {AUTO} is {BITS} for models without INT4 and nested weights")
     try:
         config = dataclasses.replace(config, exact=BITS)
         engine = Engine.for_configs(model, draft, [config], prompt_tokens=len(prompts[0]))
@@ -76,7 +76,7 @@ def exact_of_rows(
         engine.rounds_call(engine.prefill_of(prompts, sampler, keys, limits).shapes(), sampler, limits, lazy=True).shapes()
     except BitsRefused as refused:
         return _logged(TOKENS, f"since exact {BITS} {refused.reason}")
-    return _logged(BITS, "those of one-by-one decoding")
+    return _logged(BITS, "tokens are those of decoding without a draft, to the last one")
 
 
 def _logged(exact: str, why: str) -> str:

@@ -15,8 +15,8 @@ import jax
 
 from pallas_kernels.formats.views import BOTH_PLANES, View
 from qspec_jax.decoding import data_parallel
-from qspec_jax.decoding.config import BITS, one_by_one
-from qspec_jax.decoding.fixed_batch import results_of
+from qspec_jax.decoding.config import BITS
+from qspec_jax.decoding.exact_bits import decodes_in_turn
 from qspec_jax.decoding.prepare import ROWS_OF_AUTO, Prepared, prepare
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.results import BatchStats, Result
@@ -24,6 +24,7 @@ from qspec_jax.decoding.sampling import Sampler, make_sampler
 from qspec_jax.decoding.shared_prefixes import run_shared
 from qspec_jax.decoding.slots import Slots
 from qspec_jax.decoding.waiting import Queue
+from qspec_jax.decoding.whole_batches import results_of
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 
@@ -104,11 +105,15 @@ def run_batch(
         if not alone:
             raise InputError("requests with a prefix are decoded on one device; leave devices out, or the prefixes")
         return BatchRun(_with_shared(prepared, rows, stats, settings), stats)
-    if one_by_one(prepared.configs):
-        log.info("exact %s of samples: on a GPU rows are decoded one after the other", BITS)
-        rows = 1
+    if decodes_in_turn(prepared.configs):
+        if view != BOTH_PLANES:
+            raise InputError(f"view is not for samples with exact {BITS}; leave one of them out")
+        log.info("exact %s of samples: on a GPU rows are decoded one after the other, whatever the batch size", BITS)
+        decoded = _in_turn
+    else:
+        decoded = _in_slots
     if alone:
-        return BatchRun(_decoded(prepared, waiting, rows, stats=stats, **settings), stats)
+        return BatchRun(decoded(prepared, waiting, rows, stats=stats, **settings), stats)
     share = math.ceil(count / len(devices))
     rows = rows and min(rows, share)
     parts: dict[int, BatchStats] = {}  # by the number of an engine, since a device may be given twice
@@ -120,7 +125,7 @@ def run_batch(
         more = dict(stats=own, share=share, is_stopped=is_stopped)
         here = dataclasses.replace(prepared, model=own_model, draft=own_draft)
         parts[engine] = own
-        for result in _decoded(here, waiting, rows, **settings, **more):
+        for result in decoded(here, waiting, rows, **settings, **more):
             yield engine, dataclasses.replace(own), result
 
     def results() -> Generator[Result, None, None]:
@@ -132,31 +137,23 @@ def run_batch(
     return BatchRun(results(), stats)
 
 
-def _decoded(
+def _in_slots(prepared: Prepared, waiting: Queue, rows: int | None, **settings: Any) -> Generator[Result, None, None]:
+    """The results of the requests that one engine takes. settings: see `Slots`."""
+    return Slots(prepared, waiting, rows, **settings).run()
+
+
+def _in_turn(
     prepared: Prepared,
     waiting: Queue,
     rows: int | None,
     *,
     strategy: Callable[..., Sampler],
-    view: View,
     stats: BatchStats,
     is_stopped: Callable[[], bool] = lambda: False,
     **settings: Any,
 ) -> Generator[Result, None, None]:
-    """The results of the requests that one engine takes. settings: as `Slots` takes them. Raises InputError where memory has no room for a
-    row, before the first result is asked for."""
-    if not one_by_one(prepared.configs):
-        settings |= dict(strategy=strategy, view=view, stats=stats, is_stopped=is_stopped)
-        return Slots(prepared, waiting, rows, **settings).run()
-    if view != BOTH_PLANES:
-        raise InputError(f"view is not for samples with exact {BITS}; leave one of them out")
-    return _one_by_one(prepared, waiting, strategy, stats, is_stopped)
-
-
-def _one_by_one(
-    prepared: Prepared, waiting: Queue, strategy: Callable[..., Sampler], stats: BatchStats, is_stopped: Callable[[], bool]
-) -> Generator[Result, None, None]:
-    """The results of requests that are decoded one after the other, each as if it were alone."""
+    """What `_in_slots` gives, of requests that are decoded one after the other, each as if it were alone: rows and other settings of slots
+    make no difference."""
     stats.batch_size = 1
     while True:
         if is_stopped():

@@ -3,9 +3,8 @@
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
-from pallas_kernels import dispatch
 from qspec_jax.caches.cache import Gives
 from qspec_jax.caches.registry import CACHES, CacheConfig
 from qspec_jax.decoding import config_values as values
@@ -253,10 +252,3 @@ def fitting(pairs: Iterable[tuple[str, str | None]]) -> list[GenerationConfig]:
     for error in refused:
         log.warning("left out: %s", error)
     return found
-
-
-def one_by_one(configs: Sequence[GenerationConfig]) -> bool:
-    """Whether requests with these settings are decoded one after the other: with exact "bits" on a GPU, if some of them sample. Passes of
-    drafts and random draws have the same bits there only where nothing else is decoded with them."""
-    samples = configs[0].exact == BITS and any(config.temperature > 0 for config in configs)
-    return samples and dispatch.platform() == "gpu"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from qspec_jax.decoding.config import GenerationConfig, one_by_one
+from qspec_jax.decoding.config import BITS, GenerationConfig
 from qspec_jax.decoding.requests import Request
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.errors import BitsRefused, either
@@ -20,16 +20,27 @@ def check_requests(found: Sequence[Request], *, from_states: bool) -> None:
         raise BitsRefused("is for whole prompts, not for states and requests with a prefix")
 
 
+def samples_with_bits(configs: Sequence[GenerationConfig]) -> bool:
+    """Whether requests with these settings, which are alike in `exact`, have exact "bits" and some of them sample."""
+    return configs[0].exact == BITS and any(config.temperature > 0 for config in configs)
+
+
+def decodes_in_turn(configs: Sequence[GenerationConfig]) -> bool:
+    """Whether rows with these settings are decoded one after the other: on a GPU passes of drafts and random draws have the same bits only
+    if nothing else is decoded with them."""
+    return samples_with_bits(configs) and dispatch.platform() == "gpu"
+
+
 def check_together(configs: Sequence[GenerationConfig]) -> None:
-    """Raises BitsRefused for the settings of several rows that are `one_by_one`, where they are to be decoded together."""
-    if len(configs) > 1 and one_by_one(configs):
-        raise BitsRefused(f"of samples on a GPU is for one prompt at a time, and these are {len(configs)}; a batch decodes them one by one")
+    """Raises BitsRefused for the settings of several rows that are to be decoded together, and `decodes_in_turn`."""
+    if len(configs) > 1 and decodes_in_turn(configs):
+        raise BitsRefused(f"of samples on a GPU is for one prompt at a time, not for {len(configs)}; `qspec batch` decodes them in turn")
 
 
 def check_alike(configs: Sequence[GenerationConfig], max_drafts: Sequence[int]) -> None:
     """Raises BitsRefused for requests with exact "bits" of which some sample, and whose rounds differ in their maximum number of drafts
     (`max_drafts`): all are compiled for the largest."""
-    if not one_by_one(configs) and any(config.temperature > 0 for config in configs) and len(found := sorted(set(max_drafts))) > 1:
+    if samples_with_bits(configs) and not decodes_in_turn(configs) and len(found := sorted(set(max_drafts))) > 1:
         raise BitsRefused(f"of samples is for rows with the same num_speculative_tokens (gamma), and these have {either(found)}")
 
 

@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
 import jax
@@ -13,14 +13,14 @@ from qspec_jax.decoding import state
 from qspec_jax.decoding.auto_exact import resolve_exact
 from qspec_jax.decoding.config import BITS, GenerationConfig
 from qspec_jax.decoding.continued import Continued
-from qspec_jax.decoding.exact_bits import check_together
+from qspec_jax.decoding.exact_bits import check_together, samples_with_bits
 from qspec_jax.decoding.keys import stacked
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.prefill import Prefill
 from qspec_jax.decoding.prefill_by_row import PrefillByRow
 from qspec_jax.decoding.prepare import Prepared
 from qspec_jax.decoding.reading import states_of
-from qspec_jax.decoding.results import BatchStats, Generation, Result, Stats, summary
+from qspec_jax.decoding.results import Generation, Stats, summary
 from qspec_jax.decoding.sampling import Sampler, make_sampler
 from qspec_jax.decoding.state import DecodeState, Logprobs, stopped
 from qspec_jax.decoding.text import RowText
@@ -95,7 +95,7 @@ class Run:
             raise InputError(f"rounds_per_update {rounds_per_update} should be at least 1")
         if sampler is not None and prepared.exact == BITS:
             raise InputError(f"exact {BITS} is not for a sampler of your own; leave one of them out")
-        if traced and prepared.exact == BITS and any(config.temperature > 0 for config in prepared.configs):
+        if traced and samples_with_bits(prepared.configs):
             raise InputError(f"exact {BITS} of samples cannot be traced: a trace runs a round in parts; leave one of them out")
         check_together(prepared.configs)
         self.prompts, configs, tokenizer = prepared.prompts, prepared.configs, prepared.tokenizer
@@ -224,33 +224,6 @@ class Run:
             host_cache_bytes=self.host_cache_bytes,
             rows=[of(*row) for row in zip(*columns)],
         )
-
-
-def results_of(prepared: Prepared, indices: Sequence[int], strategy: Callable[..., Sampler], stats: BatchStats) -> list[Result]:
-    """The results of rows that are decoded together, which are added to `stats`. indices: of the rows in the whole batch."""
-    run = Run(prepared, None if strategy is make_sampler else strategy(*prepared.configs), state.UNLIMITED)
-    for _ in run.updates():
-        pass
-    done = run.generation()
-    found = done.stats
-    stats.prompts += len(indices)
-    stats.new_tokens += found.new_tokens
-    stats.num_draft_tokens += found.num_draft_tokens
-    stats.num_accepted_draft_tokens += found.num_accepted_draft_tokens
-    stats.compile_s += found.compile_s
-    stats.prefill_s += found.prefill_s
-    stats.decode_s += found.decode_s
-    # Without a draft there is no histogram, and each round gives one token after the first.
-    rounds = [sum(row.acceptance_histogram) or row.new_tokens - 1 for row in found.rows]
-    stats.rounds += max(rounds)
-    stats.slot_rounds += max(rounds) * len(rounds)
-    stats.busy_rounds += sum(rounds)
-    texts, nothing = done.text or [None] * len(indices), [None] * len(indices)
-    columns = (indices, done.token_ids, texts, done.finish_reason, found.rows, done.logprobs or nothing, done.top_logprobs or nothing)
-    return [
-        Result(*row[:5], *(row[5:] if config.logprobs is not None else (None, None)))
-        for row, config in zip(zip(*columns, strict=True), prepared.configs, strict=True)
-    ]
 
 
 def _same(state: DecodeState) -> DecodeState:

@@ -19,7 +19,7 @@ from qspec_jax.decoding import resolve
 from qspec_jax.decoding.chat import with_chats
 from qspec_jax.decoding.config import BITS, TOKENS, GenerationConfig
 from qspec_jax.decoding.engine import Engine, max_drafts
-from qspec_jax.decoding.exact_bits import check_alike, check_bits, check_requests
+from qspec_jax.decoding.exact_bits import check_alike, check_bits, check_requests, decodes_in_turn
 from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.requests import (
     Request,
@@ -204,7 +204,8 @@ def completed(
     prompts, config = [request.tokens for request in found], config or found[0].config
     lengths = list(map(len, prompts))
     configs = [with_tokenizer(request.config, model, tokenizer) for request in found]
-    configs = resolve.resolve_draft(model, configs, lengths, batch=min(batch_size or len(found), len(found)))
+    rows = 1 if decodes_in_turn(configs) else min(batch_size or len(found), len(found))
+    configs = resolve.resolve_draft(model, configs, lengths, batch=rows)
     if config.draft == AUTO or config.leaves_gammas_open:
         config = dataclasses.replace(config, **{name: getattr(configs[0], name) for name in ("draft", "num_speculative_tokens", "cache")})
     draft = _made(model, configs, prompts if calibrate else None, progress) if reader is None else reader.draft

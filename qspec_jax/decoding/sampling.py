@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from qspec_jax.decoding.config import BITS, GenerationConfig, one_by_one
+from qspec_jax.decoding.config import BITS, GenerationConfig
+from qspec_jax.decoding.exact_bits import decodes_in_turn
 from qspec_jax.decoding.keys import IMPLEMENTATION, as_threefry
 from qspec_jax.errors import InputError
 
@@ -232,7 +233,7 @@ def make_sampler(*configs: GenerationConfig) -> Sampler:
     if not sampled:
         return Greedy()
     # With other settings, those of rows beside it, a row's program would differ.
-    all_used = configs[0].exact == BITS and not one_by_one(configs)
+    all_used = configs[0].exact == BITS and not decodes_in_turn(configs)
     return Sampling(
         jnp.array([config.temperature for config in configs], jnp.float32),
         jnp.array([config.top_k for config in configs], jnp.int32),

@@ -38,8 +38,8 @@ class FixedOrderModel(ViewedModel):
     def filled(self, tokens: Int[Array, "B T"]) -> int:
         """Over a single row, what a matmul kernel of plain weights reads at a time: it would otherwise copy its input to fill it up."""
         (rows, length), config = tokens.shape, self.model.config
-        plain = not (config.int4_weights or config.nested_weights)
-        fills = dispatch.platform() == "gpu" and rows == 1 and plain and self.model.fillable
+        uncoded = not (config.int4_weights or config.nested_weights)
+        fills = dispatch.platform() == "gpu" and rows == 1 and uncoded and self.model.fillable
         return TILE * math.ceil(length / TILE) if fills else 0
 
 
