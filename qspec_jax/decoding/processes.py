@@ -70,7 +70,9 @@ def join() -> None:
     if failed:
         raise InputError(f"--distributed: the processes have not found each other ({one_line(failed[0])})")
     if not is_first():
-        logging.getLogger().setLevel(logging.ERROR)
+        root = logging.getLogger()
+        for each in (root, *root.handlers):  # a module's logger may have a level of its own, which root's is not asked for
+            each.setLevel(logging.ERROR)
 
 
 def check_alike(options: str) -> None:
