@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from jaxtyping import Array, Key
 
 from pallas_kernels import dispatch
+from pallas_kernels.formats.weights import CodedWeight
 from qspec_jax.decoding.config import BITS, TOKENS, GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.exact_bits import check_bits
@@ -66,7 +67,7 @@ def exact_of_rows(
         return _logged(TOKENS, f"since {AUTO} is {BITS} for single prompts alone")
     if config.temperature > 0:
         return _logged(TOKENS, f"since {AUTO} is {BITS} for greedy decoding alone")
-    if model.config.int4_weights or model.config.nested_weights:
+    if any(isinstance(weight, CodedWeight) for weight in model.weights().values()):
         return _logged(TOKENS, f"since {AUTO} is {BITS} for models without INT4 and nested weights")
     try:
         config = dataclasses.replace(config, exact=BITS)
