@@ -44,6 +44,17 @@ def relative_error(a: jax.Array, b: jax.Array) -> float:
     return float(jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.linalg.norm(b))
 
 
+def check(args: list) -> None:
+    """The results of the arguments of `random_layer` are near to those in float32, and have the same bits twice."""
+    found, again, expected = run(*args), run(*args), exact(*args)
+    # What stages hand over is rounded to bfloat16, as the reference's is, whose error is 2e-3 to 1.1e-2 here.
+    composed = between_attentions(*args, eps=EPS, implementation="reference")[:2]
+    for a, b, c, d in zip(found, again, expected, composed):
+        assert a.shape == c.shape and a.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+        assert relative_error(a, c) <= min(1.25 * relative_error(d, c) + 1e-3, 1.5e-2)
+
+
 @gpu
 @pytest.mark.parametrize("rows", [1, 2, 4, 8])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -55,14 +66,7 @@ def test_equals_float32_and_the_same_bits_twice(shape, rows):
             assert "no place" in reason or "registers" in reason
             return
         skip_or_fail("mosaic_gpu", reason)
-        found, again, expected = run(*args), run(*args), exact(*args)
-        for a, b, c in zip(found, again, expected):
-            assert a.shape == c.shape and a.dtype == jnp.bfloat16
-            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-        # What stages hand over is rounded to bfloat16, as the reference's is, whose error is 2e-3 to 1.1e-2 here.
-        composed = between_attentions(*args, eps=EPS, implementation="reference")[:2]
-        for a, b, c in zip(found, composed, expected):
-            assert relative_error(a, c) <= min(1.25 * relative_error(b, c) + 1e-3, 1.5e-2)
+        check(args)
 
 
 @gpu
@@ -73,11 +77,7 @@ def test_equals_float32_and_the_same_bits_twice(shape, rows):
 def test_zero_points_and_small_groups(shape, rows, group_size, scale_dtype):
     args = random_layer(*shape, rows, True, group_size=group_size, scale_dtype=scale_dtype)
     skip_or_fail("mosaic_gpu", mosaic_gpu.unsupported(arguments(*args)))
-    found, again, expected = run(*args), run(*args), exact(*args)
-    composed = between_attentions(*args, eps=EPS, implementation="reference")[:2]
-    for a, b, c, d in zip(found, again, expected, composed):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-        assert relative_error(a, c) <= min(1.25 * relative_error(d, c) + 1e-3, 1.5e-2)
+    check(args)
 
 
 @gpu
@@ -87,11 +87,7 @@ def test_zero_points_and_small_groups(shape, rows, group_size, scale_dtype):
 def test_nested(shape, rows, group_size, steps):
     args = random_layer(*shape, rows, True, group_size=group_size, lower_steps=steps)
     skip_or_fail("mosaic_gpu", mosaic_gpu.unsupported(arguments(*args)))
-    found, again, expected = run(*args), run(*args), exact(*args)
-    composed = between_attentions(*args, eps=EPS, implementation="reference")[:2]
-    for a, b, c, d in zip(found, again, expected, composed):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-        assert relative_error(a, c) <= min(1.25 * relative_error(d, c) + 1e-3, 1.5e-2)
+    check(args)
 
 
 def problem_here(*args) -> list:
@@ -255,6 +251,7 @@ def test_waiting_in_vain_ends_with_an_error():
 
 def test_in_a_fixed_order_it_takes_parts_of_all_rows(monkeypatch):
     """Whether it runs does not depend on how many there are."""
+    assert [kernel.fixed_order_rows for kernel in dispatch.kernels("fused_layer")] == [mosaic_gpu.MAX_ROWS]
     asked, parts = [], []
 
     def kernel(args):

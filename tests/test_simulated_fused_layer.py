@@ -68,7 +68,7 @@ def test_between_attentions(monkeypatch, shape, rows, blocks, resident, paramete
 
 @pytest.mark.parametrize("nested", [{}, dict(lower_steps=16)], ids=["INT4", "nested"])
 def test_a_row_has_the_same_bits_whatever_rows_there_are(nested):
-    """Of one row all activations of a stage have room at once, of five those of two passes of three."""
+    """The activations of the first stage have three passes: of one row all fit in a block at once, of five rows two."""
     x, attended, o, weight, gate, up, down, following_weight, following = random_layer(128, 4352, 128, (16,), 5, **nested)
 
     def bits(rows: slice, room: int) -> list[np.ndarray]:

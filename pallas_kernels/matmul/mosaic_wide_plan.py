@@ -10,7 +10,7 @@ from pallas_kernels.matmul.support import DEFAULT_PARAMETERS, GROUP_SIZE, Parame
 
 WARP_OUTPUTS = 16  # of a tile
 WARPGROUP_OUTPUTS = 4 * WARP_OUTPUTS  # that a math warpgroup multiplies at once
-MAX_TILE = 256  # 4 math warpgroups of outputs, with which a thread may have 96 registers
+MAX_TILE = 256
 COLUMNS = 8  # of activations in a tile of the tensor cores, a row each
 MAX_ROWS = 64
 CODE_WARPS = 2  # they copy codes, scales and zeros
@@ -24,7 +24,7 @@ MMA_BYTES = MMA_INPUTS * X_BYTES * COLUMNS  # of the activations of one such pro
 PARAMETER_GROUPS = 8  # whose scales and zeros are copied at once: those of one step are a few bytes of each output
 PARAMETER_SLOTS = 2
 MIN_SLOTS, MAX_SLOTS = 2, 8
-MAX_MATH_WARPS = 16
+MAX_MATH_WARPS = 16  # with which a thread may have 96 registers
 MAX_RUNS = 4  # of a tile; a lane that copies has an address of each, in each array
 STEP_GROUPS = 2  # groups of inputs that a block takes at once
 # What beginning, adding up sums, and ending takes the blocks of a cluster, in bytes that each could copy meanwhile.

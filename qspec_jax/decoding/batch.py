@@ -17,6 +17,7 @@ from pallas_kernels.formats.views import BOTH_PLANES, View
 from qspec_jax.decoding import data_parallel
 from qspec_jax.decoding.config import BITS
 from qspec_jax.decoding.exact_bits import decodes_in_turn
+from qspec_jax.decoding.fixed_batch_results import results_of
 from qspec_jax.decoding.prepare import ROWS_OF_AUTO, Prepared, prepare
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.results import BatchStats, Result
@@ -24,7 +25,6 @@ from qspec_jax.decoding.sampling import Sampler, make_sampler
 from qspec_jax.decoding.shared_prefixes import run_shared
 from qspec_jax.decoding.slots import Slots
 from qspec_jax.decoding.waiting import Queue
-from qspec_jax.decoding.whole_batches import results_of
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 

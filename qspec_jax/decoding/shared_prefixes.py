@@ -9,12 +9,12 @@ import jax
 
 from qspec_jax.decoding import capacity
 from qspec_jax.decoding.device_memory import bytes_of_round, free_bytes
+from qspec_jax.decoding.fixed_batch_results import results_of
 from qspec_jax.decoding.prepare import Prepared
 from qspec_jax.decoding.reading import state_of_prefix
 from qspec_jax.decoding.results import BatchStats, Result
 from qspec_jax.decoding.rows import features_bytes
 from qspec_jax.decoding.sampling import Sampler
-from qspec_jax.decoding.whole_batches import results_of
 from qspec_jax.drafts.step_bytes import bytes_in_loop, bytes_of
 from qspec_jax.models.sharding import mesh_of
 from qspec_jax.states.state import State

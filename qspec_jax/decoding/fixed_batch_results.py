@@ -1,4 +1,4 @@
-"""Rows of a running batch that are decoded by themselves, without refilling: their results and what they add to its statistics."""
+"""A batch that is not refilled as a part of a larger run: the results of its rows, and what it adds to the statistics of the run."""
 
 from collections.abc import Callable, Sequence
 
