@@ -69,7 +69,7 @@ KERNELS = (
     Kernel("matmul", "triton", "nested", 1, 16),
     Kernel("matmul", "mosaic_int8", "int8", 1, 1, fixed_order_rows=16),
     Kernel("matmul", "mosaic_int8", "int8", 9, 16),
-    Kernel("matmul", "mosaic_plain", "plain", 2, 64, fixed_order_rows=128),
+    Kernel("matmul", "mosaic_plain", "plain", 2, 64, fixed_order_rows=ANY),
     Kernel("norm", "mosaic_gpu", fixed_order_rows=ANY),
     Kernel("replaced_attention", "mosaic_gpu"),
     Kernel("rope_append", "mosaic_gpu", fixed_order_rows=ANY),

@@ -26,6 +26,7 @@ from pallas_kernels.matmul import (
     mosaic_int8_plan,
     mosaic_plain,
     mosaic_plain_plan,
+    mosaic_tiled_plan,
     reference,
 )
 from pallas_kernels.replaced_attention import mosaic_choice
@@ -121,6 +122,40 @@ def test_a_skinny_row_depends_on_no_other(make, inputs, outputs, rows):
     spoilt = np.asarray(run(x.at[2, 77].set(jnp.nan), weights))
     assert np.isnan(spoilt[2].astype(np.float32)).all()
     np.testing.assert_array_equal(np.delete(spoilt, 2, 0), np.delete(together, 2, 0))
+
+
+MANY_ROWS_SHAPES = [(4096, (4096, 1024, 1024)), (14336, (4096,)), (1920, (1064,)), (4096, (8, 24))]  # of the last too few for a tile
+
+
+@gpu
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", [136, 320, 513])
+@pytest.mark.parametrize(("inputs", "outputs"), MANY_ROWS_SHAPES)
+def test_many_rows_have_the_bits_of_few(inputs, outputs, rows, gated):
+    outputs = 2 * outputs[:1] if gated else outputs
+    weights, x = tuple(plain_weight(out, inputs, i) for i, out in enumerate(outputs)), activations(rows, inputs, True)
+    run = skinny_kernel(plain_weight, x, weights, "bfloat16")
+    multiply = (lambda x: gated_matmul(x, *weights)) if gated else (lambda x: run(x, weights))
+    together = np.asarray(multiply(x))
+    if gated:
+        assert gated_error(together, x, *weights) <= GATED_TOLERANCE
+    else:
+        assert max(relative_error(part, x, weight) for part, weight in zip(separate(together, weights), weights)) <= 5e-3
+    for first, some in itertools.product((0, 100), (1, 8, 128)):
+        some = slice(first, min(first + some, rows))
+        np.testing.assert_array_equal(np.asarray(multiply(x[some])), together[some])
+
+
+@gpu
+@pytest.mark.parametrize(("inputs", "outputs", "gated"), [(4096, (4096, 1024, 1024), False), (4096, (2816, 2816), True)])
+def test_every_division_of_many_rows_gives_the_same_bits(inputs, outputs, gated):
+    weights, x = tuple(plain_weight(out, inputs, i) for i, out in enumerate(outputs)), activations(320, inputs, True)
+    skinny_kernel(plain_weight, x, weights, "bfloat16")
+    plans = [mosaic_tiled_plan.TiledPlan(320, inputs, outputs, 132, config, gated) for config in mosaic_tiled_plan.configs(320)]
+    found = [np.asarray(mosaic_plain.run_tiled(plan, x, weights)) for plan in plans if plan.fits]
+    assert len(found) > 10
+    for other in found[1:]:
+        np.testing.assert_array_equal(other, found[0])
 
 
 @gpu

@@ -1,21 +1,22 @@
-"""Matmul with plain bfloat16 weights on NVIDIA Hopper in Pallas Mosaic GPU, for up to 128 rows: the weights are read once.
+"""Matmul with plain bfloat16 weights on NVIDIA Hopper in Pallas Mosaic GPU.
 
-Sums are of all inputs in their order, so a row's outputs depend neither on other rows nor on how many there are. mosaic_plain_block.py has
-what a block does.
+Sums are of all inputs in their order, so a row's outputs depend neither on other rows nor on how many there are. With up to 128 rows a
+block has all of them, and weights are read once (mosaic_plain_block.py); more rows are divided into tiles (mosaic_tiled_block.py).
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
+from pallas_kernels.dispatch import ANY, multiprocessors, no_mosaic_gpu
 from pallas_kernels.gpu.launch import lowered_once, varying_as
 from pallas_kernels.matmul import reference
 from pallas_kernels.matmul.mosaic_plain_plan import INPUT_MULTIPLE, MAX_EXACT_INPUTS, MAX_OUTPUTS, MAX_ROWS, TILE, Plan
+from pallas_kernels.matmul.mosaic_tiled_plan import TiledPlan, tiled_plan
 from pallas_kernels.matmul.support import unsupported_skinny
 from pallas_kernels.matmul.transforms import transformable
 
@@ -25,7 +26,7 @@ def unsupported(x: Array, weights: Sequence[Array], *, dtype: DTypeLike) -> str 
         return reason
     if others := {jnp.dtype(a.dtype).name for a in (x, *weights)} - {"bfloat16"}:
         return f"needs activations and weights in bfloat16, not {', '.join(sorted(others))}"
-    if reason := unsupported_skinny(x, weights, dtype, max_rows=MAX_ROWS, inputs=INPUT_MULTIPLE, outputs=TILE):
+    if reason := unsupported_skinny(x, weights, dtype, max_rows=ANY, inputs=INPUT_MULTIPLE, outputs=TILE):
         return reason
     if jnp.dtype(dtype) == jnp.float32 and x.shape[-1] > MAX_EXACT_INPUTS:
         return f"gives float32 of up to {MAX_EXACT_INPUTS} inputs, not {x.shape[-1]}"
@@ -45,26 +46,48 @@ def gated_matmul(x: Float[Array, "*rows in"], gate: Float[Array, "out in"], up: 
 
 def _computed(x: Array, weights: Sequence[Array], xla, float32_out: bool, gated: bool) -> Array:
     rows, outputs = x.reshape(-1, x.shape[-1]), tuple(weight.shape[0] for weight in weights)
-    plan = Plan(*rows.shape, outputs, multiprocessors(), float32_out, gated)
-    return transformable(functools.partial(run, plan), xla)(rows, tuple(weights)).reshape(*x.shape[:-1], -1)
+    shape = rows.shape[1], outputs, multiprocessors()
+
+    def kernel(x, weights) -> Array:
+        if len(x) <= MAX_ROWS:
+            return run(Plan(len(x), *shape, float32_out, gated), x, weights)
+        if not float32_out and (plan := tiled_plan(len(x), *shape, gated)):
+            return run_tiled(plan, x, weights)
+        return jnp.concatenate([kernel(x[first : first + MAX_ROWS], weights) for first in range(0, len(x), MAX_ROWS)])
+
+    return transformable(kernel, xla)(rows, tuple(weights)).reshape(*x.shape[:-1], -1)
 
 
 @lowered_once
 def run(plan: Plan, x: Float[Array, "M in"], weights: Sequence[Array]) -> Float[Array, "M out"]:
     """The weights' outputs one after the other, or those of a gated pair."""
+    from pallas_kernels.matmul.mosaic_plain_block import body
+
+    return _launch(plan, body, x, weights, plan.warpgroups, grid=(plan.blocks,), grid_names=("block",))
+
+
+@lowered_once
+def run_tiled(plan: TiledPlan, x: Float[Array, "M in"], weights: Sequence[Array]) -> Float[Array, "M out"]:
+    """As `run`, of more rows."""
+    from pallas_kernels.matmul.mosaic_tiled_block import BLOCK, CLUSTER, PART, WARPGROUPS, body
+
+    grid = dict(grid=plan.grid, grid_names=(BLOCK, PART), cluster=(plan.config.cluster,), cluster_names=(CLUSTER,))
+    return _launch(plan, body, x, weights, WARPGROUPS, **grid)
+
+
+def _launch(plan: Plan | TiledPlan, body: Callable, x: Array, weights: Sequence[Array], warpgroups: int, **grid) -> Array:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from pallas_kernels.matmul.mosaic_plain_block import WARPGROUP, body
+    from pallas_kernels.matmul.mosaic_plain_block import WARPGROUP
 
     kernel = plgpu.kernel(
         functools.partial(body, plan),
         out_type=jax.ShapeDtypeStruct((plan.rows, sum(plan.written)), plan.dtype),
-        grid=(plan.blocks,),
-        grid_names=("block",),
-        num_threads=plan.warpgroups,
+        num_threads=warpgroups,
         thread_name=WARPGROUP,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="gated_matmul" if plan.gated else "plain_matmul",
+        **grid,
     )
     # The copies of activations are of whole tiles of rows.
     return varying_as([x, *weights], kernel(jnp.pad(x, ((0, plan.tiled_rows - plan.rows), (0, 0))), *weights))

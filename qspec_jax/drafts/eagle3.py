@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.formats.kv_cache import Lengths
 from pallas_kernels.formats.views import FULL_PRECISION
+from pallas_kernels.formats.weights import Int8Weight
 from qspec_jax.caches.cache import AppendedCache, Cache, where_rows
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.eagle3 import load_head
@@ -225,7 +226,8 @@ class Eagle3Settings:
         def quantized(head: Eagle3Head) -> Eagle3Head:
             def chosen(path: str, weight: Weight) -> Weight:
                 if path == "head":
-                    return quantize_rows(weight) if self.head_bits == 8 else weight
+                    # The target's, if the head has none of its own, may be in INT8 already.
+                    return quantize_rows(weight) if self.head_bits == 8 and not isinstance(weight, Int8Weight) else weight
                 return quantize_weight(weight) if self.weight_bits == 4 and (is_linear(path) or path == "fc.weight") else weight
 
             return head.with_weights({path: chosen(path, weight) for path, weight in head.weights().items()})
