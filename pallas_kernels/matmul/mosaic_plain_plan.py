@@ -56,6 +56,11 @@ class Plan:
         """Outputs that are written, one after the other."""
         return self.outputs[:1] if self.gated else self.outputs
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of what is written."""
+        return self.rows, sum(self.written)
+
     @functools.cached_property
     def weights_first(self) -> bool:
         """Whether weights are the first operand of products, so that few rows take little of the tensor cores' time. Then a block has

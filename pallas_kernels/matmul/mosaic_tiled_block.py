@@ -53,7 +53,8 @@ def body(plan: TiledPlan, x, *refs) -> None:
     if up:
         found = (jax.nn.silu(found.astype(jnp.float32)) * up[0].astype(jnp.float32)).astype(plan.dtype)
     # They take the ring's place in shared memory.
-    together(functools.partial(_write, plan, found, tile, row, y), plgpu.SMEM((WARPGROUPS, *plan.product[::-1]), plan.dtype))
+    shape = plan.product if plan.float32_out else plan.product[::-1]
+    together(functools.partial(_write, plan, found, tile, row, y), plgpu.SMEM((WARPGROUPS, *shape), plan.dtype))
 
 
 def _each_weight(plan: TiledPlan, tile) -> list[tuple]:
@@ -132,16 +133,22 @@ def _write(plan: TiledPlan, found: Array, tile, row, y, staged) -> None:
     warpgroup = lax.axis_index(WARPGROUP)
     outputs, rows = plan.product
     mine = staged.at[warpgroup]
-    mine.transpose((1, 0))[...] = found
+    if plan.float32_out:
+        mine[...] = found
+    else:
+        mine.transpose((1, 0))[...] = found
     plgpu.commit_smem()
     first_row, first_output = (warpgroup * rows, 0) if plan.by_rows else (0, warpgroup * outputs)
     # The last rows that were copied may be none of the activations'.
-    left_out = plan.tiled_rows - plan.rows
+    left_out = 0 if plan.float32_out else plan.tiled_rows - plan.rows
     has_last = row + first_row + rows == plan.tiled_rows
 
     def write(start, count: int) -> None:
-        at = pl.ds(row + first_row, count), pl.ds(start + first_output, outputs)
-        plgpu.copy_smem_to_gmem(mine.at[pl.ds(0, count)], y.at[at])
+        of_rows, of_outputs = pl.ds(row + first_row, count), pl.ds(start + first_output, outputs)
+        if plan.float32_out:
+            plgpu.copy_smem_to_gmem(mine, y.at[of_outputs, of_rows])
+        else:
+            plgpu.copy_smem_to_gmem(mine.at[pl.ds(0, count)], y.at[of_rows, of_outputs])
 
     for start, (of_weight, first) in zip(itertools.accumulate(plan.written, initial=0), _each_weight(plan, tile)):
         if left_out:

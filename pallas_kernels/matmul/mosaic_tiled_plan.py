@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import itertools
 import math
-from typing import ClassVar
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -51,6 +50,8 @@ class TiledPlan:
         outputs: the number of each weight's outputs.
         multiprocessors: of the device.
         config: how the work is divided.
+        float32_out: whether the outputs are float32, and written as [outputs, rows], for which nothing is transposed; otherwise they are
+            bfloat16.
         gated: whether there are two weights, of whose outputs only silu(first) * second is written.
     """
 
@@ -59,9 +60,12 @@ class TiledPlan:
     outputs: tuple[int, ...]
     multiprocessors: int
     config: Config
+    float32_out: bool = False
     gated: bool = False
 
-    dtype: ClassVar[DTypeLike] = jnp.bfloat16  # of the outputs
+    @property
+    def dtype(self) -> DTypeLike:
+        return jnp.float32 if self.float32_out else jnp.bfloat16
 
     @property
     def written(self) -> tuple[int, ...]:
@@ -98,6 +102,11 @@ class TiledPlan:
     def tiles(self) -> tuple[int, ...]:
         """Tiles of each weight's outputs."""
         return tuple(math.ceil(outputs / self.config.tile) for outputs in self.written)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of what is written."""
+        return (sum(self.written), self.tiled_rows) if self.float32_out else (self.rows, sum(self.written))
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -153,12 +162,16 @@ class TiledPlan:
 
 def configs(rows: int) -> list[Config]:
     """Those that are worth a try."""
-    every = itertools.product((PRODUCT_ROWS, 2 * PRODUCT_ROWS), range(1, 2 + math.ceil(rows / PRODUCT_ROWS)), (1, 2, 4), ("rows", "outputs"))
+    every = itertools.product(
+        (PRODUCT_ROWS, 2 * PRODUCT_ROWS), range(1, 2 + math.ceil(rows / PRODUCT_ROWS)), (1, 2, 4), ("rows", "outputs")
+    )
     return [Config(*each) for each in every if each[2] > 1 or each[3] == "rows"]
 
 
 @functools.cache
-def tiled_plan(rows: int, inputs: int, outputs: tuple[int, ...], multiprocessors: int, gated: bool) -> TiledPlan | None:
+def tiled_plan(
+    rows: int, inputs: int, outputs: tuple[int, ...], multiprocessors: int, float32_out: bool = False, gated: bool = False
+) -> TiledPlan | None:
     """The launch that should be the fastest, see `TiledPlan`; None if none fits."""
-    plans = [TiledPlan(rows, inputs, outputs, multiprocessors, config, gated) for config in configs(rows)]
+    plans = [TiledPlan(rows, inputs, outputs, multiprocessors, config, float32_out, gated) for config in configs(rows)]
     return min((plan for plan in plans if plan.fits), key=lambda plan: plan.seconds, default=None)

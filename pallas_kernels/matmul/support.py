@@ -116,7 +116,9 @@ def unsupported_skinny(
     must be multiples of."""
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
         return f"gives bfloat16 or float32, not {jnp.dtype(dtype).name}"
-    if not 1 <= (rows := math.prod(x.shape[:-1])) <= max_rows:
+    if not (rows := math.prod(x.shape[:-1])):
+        return "needs a row"
+    if rows > max_rows:
         return f"supports up to {max_rows} rows, not {rows}"
     if x.shape[-1] % inputs or x.shape[-1] == 0:
         return f"supports inputs in multiples of {inputs}, not {x.shape[-1]}"
