@@ -33,6 +33,9 @@ from qspec_jax.drafts.combine import CombinedDraft
 from qspec_jax.drafts.eagle3 import Eagle3Draft, HeadState
 from qspec_jax.drafts.registry import make_draft
 from qspec_jax.errors import InputError
+from qspec_jax.models.eagle3 import Eagle3Head
+from qspec_jax.models.llama import Llama
+from qspec_jax.quantization.weights import quantize_rows
 from qspec_jax.states import file
 
 FULL = GenerationConfig(draft="none", cache="full", max_new_tokens=40, ignore_eos=True)
@@ -357,3 +360,45 @@ def test_the_head_predicts_its_own_vocabulary_alone():
     wide = np.asarray(head.in_targets_vocabulary(logits))
     np.testing.assert_array_equal(wide[:, ::4], logits)
     assert np.isneginf(np.delete(wide, np.arange(0, 64, 4), 1)).all()
+
+
+def test_a_pass_for_one_token_of_each_row_is_that_of_all(float64):
+    """Its logits and hidden state; what it appends is that of all its tokens."""
+    model = random_model(jnp.float64)
+    head = random_head(model, tokens=16)
+    features = jax.random.normal(jax.random.key(0), (2, 5, 2 * model.config.hidden_size))
+    cache = CacheConfig("full").empty(head.config, batch=2, capacity=5, num_speculative_tokens=5, dtype=jnp.float64)
+    args = head.fused(features), jnp.arange(10).reshape(2, 5), jnp.broadcast_to(jnp.arange(5), (2, 5)), cache
+    (logits, hidden, whole), only = head(*args, view=FULL_PRECISION), jnp.array([3, 0])
+    found = head(*args, view=FULL_PRECISION, only=only)
+    for one, every in zip(found[:2], (logits, hidden)):
+        np.testing.assert_allclose(one[:, 0], every[jnp.arange(2), only], rtol=1e-12)
+    jax.tree.map(np.testing.assert_array_equal, found[2].layers, whole.layers)
+
+
+@pytest.mark.parametrize("first", ["a head", *in_system("a combine")])
+def test_within_a_round_a_head_reads_what_a_pass_of_the_middle_may_emit(first, monkeypatch):
+    """Not what a round may."""
+    model, read = random_model(jnp.float32), []
+    head = Eagle3Draft(random_head(model), 4, 20)
+    drafts = head if first == "a head" else CombinedDraft(make_draft("prompt-lookup", model), head)
+    draft = CascadeDraft(drafts, make_draft("sparse", model), first_gamma=2)
+    config = dataclasses.replace(FULL, draft=draft, cache="int8", group_size=16, num_speculative_tokens=7)
+    call = Eagle3Head.__call__
+
+    def watched(head, hidden, *args, **kwargs):
+        if kwargs.get("only") is not None:
+            read.append(hidden.shape[1])
+        return call(head, hidden, *args, **kwargs)
+
+    monkeypatch.setattr(Eagle3Head, "__call__", watched)
+    generate(model, random_prompts([30, 11]), config=config)
+    assert sorted(set(read)) == [3, 8]
+
+
+def test_a_head_that_shares_the_targets_head_in_int8_takes_it_as_it_is():
+    model = random_model(jnp.float32)
+    weights = model.weights() | {"head": quantize_rows(model.weights()["embedding"])}
+    target = Llama(dataclasses.replace(model.config, tie_word_embeddings=False, int8_head=True), lambda path, shape: weights[path])
+    head = make_draft("eagle3:model=random,head_bits=8", target).head
+    np.testing.assert_array_equal(head.weights()["head"].codes, weights["head"].codes)

@@ -107,9 +107,9 @@ class CascadeDraft(DraftOfTwo):
         return first, self.middle.begin_again(state[1], prompt.asked(self.middle), unchanged)
 
     def _prompt(self, prompt: Prompt) -> Prompt:
-        """The prompt with a gamma that a block beyond the round is also within."""
-        # A block that begins with the round's last draft, or after it in a row that waits for others, extends beyond the round.
-        return dataclasses.replace(prompt, gamma=prompt.gamma + self.first_gamma)
+        """The prompt for drafts whose blocks extend beyond the round."""
+        # One that begins with the round's last draft does, or after it in a row that waits for others.
+        return dataclasses.replace(prompt, beyond=prompt.beyond + self.first_gamma)
 
     def propose(self, state: State, cache: Cache, current: Round) -> tuple[Proposal, State, Cache]:
         # What the middle reads is settled once a round, so that all distributions of the round are of one and the same model.
@@ -153,7 +153,8 @@ class CascadeDraft(DraftOfTwo):
         tokens, distributions = self._empty(model, stepped, current)
         done = jnp.zeros_like(current.eligible)
         began, drafts, stepped = first_drafts(state[0], stepped, tokens, done)
-        carry = done, tokens, distributions, jnp.zeros_like(tokens), stepped, began, drafts
+        within = self.first.within_round(began, width)
+        carry = done, tokens, distributions, jnp.zeros_like(tokens), stepped, within, drafts
         _, tokens, distributions, by, stepped, *_ = lax.while_loop(lambda carry: (carry[0] < current.eligible).any(), inner_round, carry)
         middle, cache = self.middle.after_steps(state[1], cache, stepped.rollback(before), current.eligible > 0)
         # The first draft's state after its first drafts is kept, since later ones follow tokens that the target may reject. Its `commit`

@@ -78,6 +78,7 @@ class Prompt:
             or they are not known.
         capacity: the maximum number of tokens of a row, the generated ones included.
         gamma: the maximum number of drafts in a round.
+        beyond: how many tokens it may draft beyond these, which none of them will be.
         width: columns of `tokens` in use: the longest prompt of this call, rounded up (`bucket`); the rest is padding. None: all.
     """
 
@@ -89,7 +90,13 @@ class Prompt:
     features: Float[Array, "B W F"] | None = dataclasses.field(default=None, kw_only=True)
     capacity: int = dataclasses.field(kw_only=True, metadata={"static": True})
     gamma: int = dataclasses.field(kw_only=True, metadata={"static": True})
+    beyond: int = dataclasses.field(default=0, kw_only=True, metadata={"static": True})
     width: int | None = dataclasses.field(default=None, kw_only=True, metadata={"static": True})
+
+    @property
+    def appended(self) -> int:
+        """The most tokens that a draft appends to a cache of its own in a round."""
+        return self.gamma + self.beyond
 
     def are_queries(self, count: int) -> Bool[Array, "B Q"]:
         """Which of the last `count` rows of `queries` are queries of tokens."""
@@ -289,6 +296,11 @@ class Draft(abc.ABC):
 
     def commit(self, state: State, result: RoundResult, cache: Cache) -> State:
         """The state after a round. cache: the target's, after the round's flush."""
+        return state
+
+    def within_round(self, state: State, most: int) -> State:
+        """The state, after it has proposed, as a cascade has it within a round, of which it keeps none: each `commit` then is of at most
+        `most` tokens, in as many columns, and so each later `propose` reads no more."""
         return state
 
     def read_in_round(self, state: State, cache: Cache) -> tuple[View | HeldKeys, ...] | None:

@@ -153,9 +153,8 @@ class Eagle3Draft(Draft):
         column, last = jnp.arange(width), jnp.maximum(count - 1, 0)
         tokens = jnp.where(column == last[:, None], current.pending[:, None], state.tokens)
         positions = state.own.position[:, None] + column
-        logits, fed_back, fed = head(state.hidden, tokens, positions, state.own.cache, view=FULL_PRECISION)
+        first, hidden, fed = head(state.hidden, tokens, positions, state.own.cache, view=FULL_PRECISION, only=last)
         own = state.own.keep(head, fed, count, width)
-        first, hidden = (jnp.take_along_axis(x, last[:, None, None], 1) for x in (logits, fed_back))
 
         def step(tokens, positions, carried):
             # The pair of a token is at the position before it.
@@ -170,6 +169,10 @@ class Eagle3Draft(Draft):
         foreseen = jnp.where(knows, current.eligible, 0)
         proposal = dataclasses.replace(proposal, eligible=jnp.where(knows, proposal.eligible, 0), foreseen=foreseen)
         return proposal, dataclasses.replace(state, own=own, count=state.count - count), cache
+
+    def within_round(self, state: HeadState, most: int) -> HeadState:
+        # What the pairs to read are is left to commit, since the row has read them all.
+        return dataclasses.replace(state, hidden=state.hidden[:, :most], tokens=state.tokens[:, :most])
 
     def commit(self, state: HeadState, result: RoundResult, cache: Cache) -> HeadState:
         came, more = (result.count > 0)[:, None], state.hidden.shape[1] - result.tokens.shape[1]

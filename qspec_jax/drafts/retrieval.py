@@ -99,7 +99,7 @@ class RetrievalDraft(CompactDraft):
         ring = max(1, min(self.settings.ring_size, prompt.capacity - prompt.tokens.shape[1]))
 
         def layer(_, *both):
-            return CompactCache.make_layer(*both, kind=self.settings.cache, appended=prompt.gamma, room=ring)
+            return CompactCache.make_layer(*both, kind=self.settings.cache, appended=prompt.appended, room=ring)
 
         layers, kept = self.copied(queries, prompt.cache, budget, most, make=layer)
         own = CompactCache.of(layers, kept=kept, ring=jnp.full_like(kept, ring), taken=kept)

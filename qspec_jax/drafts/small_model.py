@@ -122,7 +122,7 @@ class SmallModelDraft(ModelDraft):
         return logits, cache
 
     def begin(self, prompt: Prompt) -> SmallModelState:
-        model, appended = self.step.model, max(prompt.gamma, BLOCK)
+        model, appended = self.step.model, max(prompt.appended, BLOCK)
         prompt = dataclasses.replace(prompt, tokens=self.in_own_vocabulary(prompt.tokens))
         if self.window:
             own = Window.begin(model, prompt, appended, sinks=self.sinks, window=self.window)

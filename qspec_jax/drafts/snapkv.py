@@ -69,7 +69,7 @@ class SnapKVDraft(CompactDraft):
             scores = model.sum_of_copies(prompt_scores(dataclasses.replace(prompt, cache=on_device), i, model.config.num_kv_heads))
             positions = kept_positions(scores, prompt.n, kept, min(most, prompt.tokens.shape[1]))
             kind = self.settings.cache
-            layers.append(CompactCache.make_layer(*on_device.tokens(i, positions), kind=kind, appended=prompt.gamma, room=ring))
+            layers.append(CompactCache.make_layer(*on_device.tokens(i, positions), kind=kind, appended=prompt.appended, room=ring))
         return CompactCache.of(layers, kept=kept, ring=jnp.full_like(kept, ring), taken=kept)
 
 

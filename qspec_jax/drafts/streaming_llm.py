@@ -63,7 +63,7 @@ class StreamingDraft(CompactDraft):
         for i in prompt.cache.full_layers:
             on_device, layers = prompt.cache.with_layer_on_device(i, after=layers)
             keys, values = on_device.tokens(i, positions)
-            layers.append(CompactCache.make_layer(keys, values, kind=self.settings.cache, appended=prompt.gamma))
+            layers.append(CompactCache.make_layer(keys, values, kind=self.settings.cache, appended=prompt.appended))
             if self.settings.positions == "window" and self.settings.sinks:
                 sinks.append(keys[:, :, : self.settings.sinks])
         return SinkWindow(CompactCache.of(layers, **places), tuple(sinks)).moved(self.step.model, jnp.ones_like(prompt.n, bool))

@@ -138,6 +138,7 @@ class Eagle3Head(nnx.Module):
         cache: AttendingCache,
         *,
         view: View | tuple[View, ...],
+        only: Int[Array, "B"] | None = None,
     ) -> tuple[Float[Array, "B T draft"], Float[Array, "B T D"], AttendingCache]:
         """One pass of the head over T tokens per row.
 
@@ -147,6 +148,7 @@ class Eagle3Head(nnx.Module):
             positions: by which queries and keys are rotated.
             cache: of `config`; it holds the positions before.
             view: the part of the cache that is read, for all layers or for each.
+            only: of each row the one token that logits and a hidden state are returned of. None: of all.
 
         Returns:
             Logits (at least float32) of the head's own vocabulary, of the tokens that follow `tokens`; the hidden states to give the pass
@@ -164,6 +166,8 @@ class Eagle3Head(nnx.Module):
             x, y, carry = block.until(following, x, attended, carry)
             layers.append(layer)
         out, normed = self.norm.add(x, y)
+        if only is not None:
+            out, normed = (jnp.take_along_axis(each, only[:, None, None], 1) for each in (out, normed))
         logits = linear(normed, [self.head.get_value()], dtype=accumulation_dtype(normed.dtype))
         return logits, normed if self.settings.norm_output else out, cache.advance(tuple(layers), tokens.shape[1])
 

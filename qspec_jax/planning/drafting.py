@@ -106,8 +106,8 @@ def _of_cascade(place: Place, draft: OutlinedDraft, rounds: Rounds, gamma: int, 
     seconds = found.passes * (middle_pass.seconds(place.device) + timing.FITTED.round)
     step = None
     if first.head is not None:
-        # Before each pass of the middle, and after the last: what came since, padded to what a round may emit.
-        seconds += (found.passes + 1) * place.seconds_of(first, gamma + draft.beyond_gamma + 1)
+        # Before the first pass of the middle what a round may emit, and after each pass what that may.
+        seconds += place.seconds_of(first, gamma + 1) + found.passes * place.seconds_of(first, at_once + 1)
         seconds += found.passes * place.fusing(first, at_once + 1) + place.fusing(first, gamma + 1)
         seconds += sum(found.proposals[1:]) * place.seconds_of(first)
         step = place.pass_of(first)

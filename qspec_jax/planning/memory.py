@@ -65,7 +65,7 @@ def memory_of(
             else:  # the rings of other layers are the target's
                 of_layers = ((i, held) for i in cache_read.full_layers)
             draft += batch * sum(cache_read.bytes_of_reads(i, reads)[0] for i, reads in of_layers)
-    draft += sum(head_memory(part.head, batch=batch, appended=appended + 1) for part, appended in parts if part.head is not None)
+    draft += sum(head_memory(part.head, batch=batch, appended=gamma + 1) for part, _ in parts if part.head is not None)
     host = batch * shapes.num_host_bytes
     # While a layer is computed, the next is copied. The last one without a sliding window is copied if any is.
     reads = shapes.reads(BOTH_PLANES, context)
