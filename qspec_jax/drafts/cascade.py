@@ -32,6 +32,7 @@ from qspec_jax.drafts.draft import (
     RoundResult,
     State,
     StepwiseDraft,
+    Verdicts,
     of_accepted,
 )
 from qspec_jax.drafts.draft_of_two import DraftOfTwo, SettingsOfTwo
@@ -129,7 +130,7 @@ class CascadeDraft(DraftOfTwo):
             return first, proposal, stepped if self.first.independent else read
 
         def inner_round(carry):
-            done, tokens, distributions, by, stepped, first, drafts = carry
+            done, tokens, distributions, by, stepped, first, drafts, inner = carry
             here = level.advanced(tokens, done)
             block = jnp.concatenate([here.pending[:, None], drafts.tokens], 1)
             logits, stepped, features = self._verified(model, block, here.position[:, None] + jnp.arange(width), stepped)
@@ -138,6 +139,8 @@ class CascadeDraft(DraftOfTwo):
             new = jnp.where(of_first, jnp.roll(block, -1, 1), own_token[:, None])
             came = jnp.where(done < current.eligible, accepted + 1, 0)
             drafted, accepted_drafts = jnp.where(came > 0, drafts.eligible, 0), jnp.minimum(accepted, came)
+            rejected = (came > 0) & (accepted < drafts.eligible)
+            inner += Verdicts(drafted, accepted_drafts, rejected.astype(drafted.dtype))
             if self.first.independent:  # another's state says what it reads in the whole round
                 kept = of_accepted(features, came)
                 result = RoundResult(new, came, drafted, accepted_drafts, jnp.zeros_like(came), features=kept)
@@ -148,19 +151,21 @@ class CascadeDraft(DraftOfTwo):
             done += came
             stepped = stepped.rollback(longer(before, done))
             first, drafts, stepped = first_drafts(first, stepped, tokens, done)
-            return done, tokens, distributions, by, stepped, first, drafts
+            return done, tokens, distributions, by, stepped, first, drafts, inner
 
         tokens, distributions = self._empty(model, stepped, current)
         done = jnp.zeros_like(current.eligible)
         began, drafts, stepped = first_drafts(state[0], stepped, tokens, done)
         within = self.first.within_round(began, width)
-        carry = done, tokens, distributions, jnp.zeros_like(tokens), stepped, within, drafts
-        _, tokens, distributions, by, stepped, *_ = lax.while_loop(lambda carry: (carry[0] < current.eligible).any(), inner_round, carry)
+        carry = done, tokens, distributions, jnp.zeros_like(tokens), stepped, within, drafts, Verdicts.none(len(done))
+        _, tokens, distributions, by, stepped, *_, inner = lax.while_loop(
+            lambda carry: (carry[0] < current.eligible).any(), inner_round, carry
+        )
         middle, cache = self.middle.after_steps(state[1], cache, stepped.rollback(before), current.eligible > 0)
         # The first draft's state after its first drafts is kept, since later ones follow tokens that the target may reject. Its `commit`
         # takes in the tokens that were emitted.
         tokens, distributions, by = (x[:, : current.gamma] for x in (tokens, distributions, by))
-        return Proposal(tokens, distributions, current.eligible, by=by), (began, middle), cache
+        return Proposal(tokens, distributions, current.eligible, by=by, inner=inner), (began, middle), cache
 
     def _verified(
         self, model: ViewedModel, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: AppendedCache

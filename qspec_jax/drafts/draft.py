@@ -112,6 +112,29 @@ class Prompt:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Verdicts:
+    """What passes over drafts accepted.
+
+    Attributes:
+        drafted: drafts, those after a rejected one too.
+        accepted: those that were accepted.
+        rejected: passes that rejected one.
+    """
+
+    drafted: Int[Array, "B"]
+    accepted: Int[Array, "B"]
+    rejected: Int[Array, "B"]
+
+    @classmethod
+    def none(cls, batch: int) -> Self:
+        return cls(*3 * (jnp.zeros(batch, jnp.int32),))
+
+    def __add__(self, other: Self) -> Self:
+        return jax.tree.map(jnp.add, self, other)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Proposal:
     """What a draft proposes in a round.
 
@@ -122,6 +145,7 @@ class Proposal:
         foreseen: the value of `eligible` before the first token of the round was drawn; None: all that the round allows. A choice between
             two drafts may depend on it, but not on `eligible`, which may have fallen because of a token that was drawn.
         by: whose token each is, an index of `Draft.proposers()`; None: the first one's. Only traces use it.
+        inner: of a cascade, its middle's verdicts on its first draft's tokens. Only measurements use it.
     """
 
     tokens: Int[Array, "B gamma"]
@@ -129,6 +153,7 @@ class Proposal:
     eligible: Int[Array, "B"]
     foreseen: Int[Array, "B"] | None = None
     by: Int[Array, "B gamma"] | None = None
+    inner: Verdicts | None = None
 
 
 @jax.tree_util.register_dataclass

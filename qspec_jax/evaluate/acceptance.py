@@ -49,6 +49,9 @@ class Acceptance:
             than two texts.
         covered: share of the target's attention on tokens that the draft reads, the mean over tokens, layers and query heads; None for a
             draft that does not choose, and free-running.
+        inner_rate, inner_error: of a cascade, conditional_rate and conditional_error of its first draft's tokens by its middle; None for
+            other drafts, and free-running.
+        inner_drafted: tokens that the first draft drafted.
     """
 
     acceptance_rate: float | None
@@ -61,6 +64,9 @@ class Acceptance:
     repeated_ngrams: float
     conditional_error: float | None = None
     covered: float | None = None
+    inner_rate: float | None = None
+    inner_error: float | None = None
+    inner_drafted: int | None = None
 
 
 def free_running(
@@ -198,13 +204,14 @@ class _Forced:
         state = dataclasses.replace(state, pending=self.real[:, 0])
         with working(f"walking {texts}"):
             if walk is not None:
-                state, rejected, covered = walk(*self.engine.call(WALK, state, self.sampler, self.limits, self.real).args)
+                state, sums = walk(*self.engine.call(WALK, state, self.sampler, self.limits, self.real).args)
             else:
-                (state, rejected, covered), records = traced_walk(self.engine, self.sampler, self.limits, state, self.real)
+                (state, sums), records = traced_walk(self.engine, self.sampler, self.limits, state, self.real)
                 on_trace(self._trace(records))
-            counts, rejected, covered = jax.device_get((state.counts, rejected, covered))
+            counts, sums = jax.device_get((state.counts, sums))
         accepted, drafted, rounds = (int(count.sum()) for count in (counts.accepted, counts.drafted, counts.rounds))
-        rate, error = ratio(counts.accepted, counts.accepted + rejected)
+        rate, error = ratio(counts.accepted, counts.accepted + sums.rejected)
+        inner = (None, None) if sums.inner is None else ratio(sums.inner.accepted, sums.inner.accepted + sums.inner.rejected)
         return Acceptance(
             accepted / drafted if drafted else None,
             1 + accepted / rounds,
@@ -215,7 +222,9 @@ class _Forced:
             self.new * len(self.real),
             repeated_ngrams(self.real[:, : self.new].tolist()),
             error,
-            None if covered is None else float(covered.sum() / (counts.accepted + counts.rounds).sum()),
+            None if sums.covered is None else float(sums.covered.sum() / (counts.accepted + counts.rounds).sum()),
+            *inner,
+            None if sums.inner is None else int(sums.inner.drafted.sum()),
         )
 
     def _trace(self, records: Records) -> Trace:

@@ -156,7 +156,9 @@ class AcceptanceReport(Run):
     def table(self) -> Table:
         """A table with a line for every draft, context, gamma, temperature and mode."""
         columns = (
-            *("draft", "context", "gamma", "temper-\nature", "mode", "accepted /\ndrafted", "given those\nbefore", "covered"),
+            *("draft", "context", "gamma", "temper-\nature", "mode", "accepted /\ndrafted", "given those\nbefore"),
+            *(("its first\ndraft's",) if (cascades := any(row.get("inner_rate") is not None for row in self.results)) else ()),
+            "covered",
             *("MB a\ndraft", "of the\ncache", "tokens\na round", "drafted", "repeated\n8-grams"),
         )
         names = [row["draft"] for row in self.results]
@@ -168,6 +170,8 @@ class AcceptanceReport(Run):
             "covered: share of the target's attention on what a draft reads.\n"
             "of the cache: keys and values that a draft reads, as a share of the bytes of a whole upper plane and buffer."
         )
+        if cascades:
+            found.caption = f"its first draft's: of a cascade, the same of these by its middle.\n{found.caption}"
         if any(row.get("conditional_error") is not None for row in self.results):
             found.caption = f"+-: standard error over texts. {found.caption}"
         for row in self.results:
@@ -176,7 +180,8 @@ class AcceptanceReport(Run):
             # Between two settings a name may be broken, in a number it may not.
             draft = row["draft"] if len(row["draft"]) <= MAX_NAME else row["draft"].replace(",", ",\n")
             name = draft, formatted(row.get("context"), ","), str(row["gamma"]), f"{row['temperature']:g}", row["mode"]
-            rates = formatted(row["acceptance_rate"], ".3f"), given, formatted(row.get("covered"), ".3f")
+            inner = (with_error(row.get("inner_rate"), row.get("inner_error")),) if cascades else ()
+            rates = formatted(row["acceptance_rate"], ".3f"), given, *inner, formatted(row.get("covered"), ".3f")
             read = formatted(size, ".2f"), formatted(row.get("cache_share"), ".1%")
             counts = f"{row['mean_acceptance_length']:.2f}", f"{row['drafted']:,}", f"{row['repeated_ngrams']:.1%}"
             found.add_row(*name, *rates, *read, *counts)

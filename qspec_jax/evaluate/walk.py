@@ -2,6 +2,7 @@
 
 import dataclasses
 import operator
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from qspec_jax.decoding.round import CurrentRound, Verdict, current_round, feed,
 from qspec_jax.decoding.sampling import Sampler
 from qspec_jax.decoding.state import DecodeState
 from qspec_jax.decoding.traced_rounds import Judged, Records, RoundStart, Tally, timed, with_chances
-from qspec_jax.drafts.draft import Draft, Proposal, RoundResult, of_accepted
+from qspec_jax.drafts.draft import Draft, Proposal, RoundResult, Verdicts, of_accepted
 from qspec_jax.evaluate.coverage import WatchedCache
 from qspec_jax.models.viewed import Step
 
@@ -41,24 +42,42 @@ class Walked:
     rejected: Bool[Array, "B"]
     covered: Float[Array, "B"] | None
 
+    @property
+    def sums(self) -> "Sums":
+        return Sums(self.rejected.astype(jnp.int32), self.covered, self.proposal.inner)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """Sums over the rounds of each row: of those that rejected a draft, of `Walked.covered`, and of the verdicts within a cascade."""
+
+    rejected: Int[Array, "B"]
+    covered: Float[Array, "B"] | None
+    inner: Verdicts | None
+
+    def __add__(self, other: Self) -> Self:
+        return jax.tree.map(jnp.add, self, other)
+
 
 def _walk(
     target: Step, draft: Draft, sampler: Sampler, state: DecodeState, limits: Limits, real: Int[Array, "B T"]
-) -> tuple[DecodeState, Int[Array, "B"], Float[Array, "B"] | None]:
-    """The state after the text, each row's number of rounds that rejected a draft, and the sum of `Walked.covered` over its rounds."""
+) -> tuple[DecodeState, Sums]:
+    """The state after the text, and the sums over its rounds."""
 
     def walking(carry) -> Array:
         # Stop when no draft can count any more: the last token of the text only serves verification.
         return (carry[0].emitted < limits.max_new_tokens).any()
 
     def step(carry):
-        state, rejected, covered = carry
+        state, sums = carry
         state, walked = walk_round(target, draft, sampler, state, limits, real)
-        return state, rejected + walked.rejected, None if covered is None else covered + walked.covered
+        return state, sums + walked.sums
 
     nothing = jnp.zeros_like(state.emitted)
     covered = None if jax.eval_shape(lambda: _chosen(draft, state)) is None else nothing.astype(jnp.float32)
-    return lax.while_loop(walking, step, (state, nothing, covered))
+    inner = Verdicts.none(len(nothing)) if draft.verifies else None
+    return lax.while_loop(walking, step, (state, Sums(nothing, covered, inner)))
 
 
 def walk_round(
@@ -116,10 +135,10 @@ def _chosen(draft: Draft, state: DecodeState) -> tuple[View | HeldKeys, ...] | N
 
 def _recorded_round(
     target: Step, draft: Draft, sampler: Sampler, state: DecodeState, limits: Limits, real: Int[Array, "B T"]
-) -> tuple[DecodeState, RoundStart, Judged, Bool[Array, "B"], Float[Array, "B"] | None]:
+) -> tuple[DecodeState, RoundStart, Judged, Sums]:
     start = RoundStart.of(draft, state, limits)
     state, walked = walk_round(target, draft, sampler, state, limits, real)
-    return state, start, Judged.of(walked.current, walked.proposal, walked.verdict), walked.rejected, walked.covered
+    return state, start, Judged.of(walked.current, walked.proposal, walked.verdict), walked.sums
 
 
 WALK = Compiled(_walk, donate_argnames=("state",))
@@ -128,15 +147,14 @@ RECORDED_ROUND = Compiled(_recorded_round, donate_argnames=("state",))
 
 def traced_walk(
     engine: Engine, sampler: Sampler, limits: Limits, state: DecodeState, real: Int[Array, "B T"]
-) -> tuple[tuple[DecodeState, Int[Array, "B"], Float[Array, "B"] | None], Records]:
+) -> tuple[tuple[DecodeState, Sums], Records]:
     """What `WALK` returns, and a record of each round; the rounds run one at a time, and the state given is consumed."""
     records, sampler = Records(len(real), ("round",)), with_chances(sampler)
-    rejected, covered, new = jnp.zeros_like(state.emitted), None, Tally.of(state)
+    sums, new = None, Tally.of(state)
     while (new.emitted < jax.device_get(limits.max_new_tokens)).any():
         old = new
-        (state, start, judged, rejecting, share), seconds = timed(engine, engine.call(RECORDED_ROUND, state, sampler, limits, real))
+        (state, start, judged, found), seconds = timed(engine, engine.call(RECORDED_ROUND, state, sampler, limits, real))
         new = Tally.of(state)
         records.add((seconds,), *jax.device_get((start, judged)), old, new)
-        rejected += rejecting
-        covered = share if covered is None else covered + share
-    return (state, rejected, covered), records
+        sums = found if sums is None else sums + found
+    return (state, sums), records
