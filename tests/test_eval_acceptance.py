@@ -11,6 +11,7 @@ from checkpoints import hf_config, write_checkpoint
 from rich.console import Console
 from runs import random_model, random_prompts
 from test_trace import data_of
+from tiers import in_system
 
 from qspec_jax import demo, plots
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
@@ -249,6 +250,26 @@ def test_traced_measurements_are_those_without_a_trace(run, fails, directory, fi
             rejected = sum(each["judged_accepted"] < len(each["drafts"]) for each in one["rounds"])
             assert row["conditional_rate"] == pytest.approx(row["accepted"] / (row["accepted"] + rejected))
     fails([*base, "--output", tmp_path / "same", "--trace", tmp_path / "same"], "file of its own")
+
+
+@pytest.mark.parametrize("temperature", [0.0, *in_system(1.0)])
+def test_what_the_middle_of_a_cascade_accepts_of_its_first_draft(temperature):
+    """As many tokens as the trace says are the first draft's, and none is cut off; all of them, if both levels are one and the same."""
+    model, texts, traces = random_model(jnp.float32, num_hidden_layers=1), random_prompts([60, 48]), []
+    config = GenerationConfig(draft="quantspec", max_new_tokens=24, group_size=4, num_speculative_tokens=5, temperature=temperature)
+    def measured(draft, **trace):
+        return acceptance.teacher_forced(model, make_draft(draft, model), texts, config, jax.random.key(1), **trace)
+
+    draft = "cascade:first=quantspec,middle=(sparse:budget=0.1)"
+    found = measured(draft)
+    assert found == measured(draft, on_trace=traces.append)
+    by_first = sum(token.by == 0 for row in traces[0].rows for each in row.rounds for token in each.drafts)
+    assert 0 < found.inner_accepted == by_first < found.inner_drafted
+    assert found.inner_accepted / found.inner_drafted < found.inner_rate < 1 and found.inner_error > 0
+    same = measured("cascade:first=quantspec,middle=quantspec")
+    assert same.inner_rate == 1 and same.inner_accepted == same.inner_drafted > 0
+    plain = measured("sparse")
+    assert plain.inner_rate is plain.inner_drafted is None
 
 
 def test_errors_are_over_texts():

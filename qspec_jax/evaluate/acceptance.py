@@ -51,7 +51,7 @@ class Acceptance:
             draft that does not choose, and free-running.
         inner_rate, inner_error: of a cascade, conditional_rate and conditional_error of its first draft's tokens by its middle; None for
             other drafts, and free-running.
-        inner_drafted: tokens that the first draft drafted.
+        inner_accepted, inner_drafted: tokens of the first draft that the middle accepted, and that it drafted.
     """
 
     acceptance_rate: float | None
@@ -66,6 +66,7 @@ class Acceptance:
     covered: float | None = None
     inner_rate: float | None = None
     inner_error: float | None = None
+    inner_accepted: int | None = None
     inner_drafted: int | None = None
 
 
@@ -211,7 +212,10 @@ class _Forced:
             counts, sums = jax.device_get((state.counts, sums))
         accepted, drafted, rounds = (int(count.sum()) for count in (counts.accepted, counts.drafted, counts.rounds))
         rate, error = ratio(counts.accepted, counts.accepted + sums.rejected)
-        inner = (None, None) if sums.inner is None else ratio(sums.inner.accepted, sums.inner.accepted + sums.inner.rejected)
+        inner, inner_counts = (None, None), (None, None)
+        if sums.inner is not None:
+            inner = ratio(sums.inner.accepted, sums.inner.accepted + sums.inner.rejected)
+            inner_counts = int(sums.inner.accepted.sum()), int(sums.inner.drafted.sum())
         return Acceptance(
             accepted / drafted if drafted else None,
             1 + accepted / rounds,
@@ -224,7 +228,7 @@ class _Forced:
             error,
             None if sums.covered is None else float(sums.covered.sum() / (counts.accepted + counts.rounds).sum()),
             *inner,
-            None if sums.inner is None else int(sums.inner.drafted.sum()),
+            *inner_counts,
         )
 
     def _trace(self, records: Records) -> Trace:
