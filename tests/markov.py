@@ -16,7 +16,8 @@ from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.round import decode
 from qspec_jax.decoding.sampling import prompt_keys
 from qspec_jax.decoding.state import UNLIMITED, start
-from qspec_jax.drafts.draft import Draft, StepwiseDraft, propose_by_steps
+from qspec_jax.drafts.draft import Draft
+from qspec_jax.drafts.stepwise import StepwiseDraft, propose_by_steps
 
 V, ROWS, GAMMA = 6, 20_000, 3
 

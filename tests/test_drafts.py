@@ -26,10 +26,11 @@ from qspec_jax.decoding.round import CurrentRound, decode
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.drafts import make_draft, quantspec, registry
 from qspec_jax.drafts.cascade import CascadeDraft
-from qspec_jax.drafts.draft import Draft, Proposal, StepwiseDraft, Taps, propose_by_steps
+from qspec_jax.drafts.draft import Draft, Proposal, Taps
 from qspec_jax.drafts.quantspec import QuantSpecDraft
 from qspec_jax.drafts.registry import DRAFTS as REGISTRY
 from qspec_jax.drafts.registry import parse_draft
+from qspec_jax.drafts.stepwise import StepwiseDraft, propose_by_steps
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Seen
 from qspec_jax.models.prompts import padded

@@ -16,7 +16,8 @@ from qspec_jax.caches.cache import longer
 from qspec_jax.decoding import round as rounds
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.sampling import make_sampler
-from qspec_jax.drafts.draft import Draft, RoundResult, propose_by_steps
+from qspec_jax.drafts.draft import Draft, RoundResult
+from qspec_jax.drafts.stepwise import propose_by_steps
 
 pytestmark = pytest.mark.optimized
 NEW = 4

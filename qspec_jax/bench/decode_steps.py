@@ -19,8 +19,9 @@ from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.sampling import DRAFT, Sampler, prompt_keys
 from qspec_jax.decoding.state import DecodeState
-from qspec_jax.drafts.draft import Draft, StepwiseDraft
+from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.step_bytes import cache_bytes_of_step, devices_of, step_bytes, weight_bytes
+from qspec_jax.drafts.stepwise import StepwiseDraft
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.viewed import ViewedModel
 from qspec_jax.progress import working

@@ -22,22 +22,11 @@ from pallas_kernels.attention.support import MAX_ROUND_TOKENS
 from pallas_kernels.formats.kv_cache import HeldKeys
 from pallas_kernels.formats.views import View
 from qspec_jax.caches.cache import AppendedCache, Cache, longer
-from qspec_jax.drafts.draft import (
-    Draft,
-    DraftSettings,
-    Prompt,
-    Proposal,
-    Proposes,
-    Round,
-    RoundResult,
-    State,
-    StepwiseDraft,
-    Verdicts,
-    of_accepted,
-)
+from qspec_jax.drafts.draft import Draft, DraftSettings, Prompt, Proposal, Proposes, Round, RoundResult, State, Verdicts, of_accepted
 from qspec_jax.drafts.draft_of_two import DraftOfTwo, SettingsOfTwo
 from qspec_jax.drafts.prompt_lookup import PromptLookupSettings
 from qspec_jax.drafts.sparse import SparseSettings
+from qspec_jax.drafts.stepwise import StepwiseDraft
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.skipping import NO_LAYERS, Deferred

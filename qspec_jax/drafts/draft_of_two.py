@@ -5,17 +5,8 @@ from collections.abc import Callable
 from typing import ClassVar, Self
 
 from qspec_jax.caches.cache import Cache, Gives
-from qspec_jax.drafts.draft import (
-    Draft,
-    DraftSettings,
-    RoundResult,
-    State,
-    StepwiseDraft,
-    Taps,
-    checkpoints_of,
-    needs_full_layers,
-    needs_of,
-)
+from qspec_jax.drafts.draft import Draft, DraftSettings, RoundResult, State, Taps, checkpoints_of, needs_full_layers, needs_of
+from qspec_jax.drafts.stepwise import StepwiseDraft
 from qspec_jax.errors import InputError
 from qspec_jax.models.skipping import Skipped
 from qspec_jax.models.viewed import ViewedModel

@@ -23,9 +23,10 @@ from qspec_jax.caches.cache import AppendedCache, Cache, where_rows
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.eagle3 import load_head
 from qspec_jax.checkpoints.random_head import random_head
-from qspec_jax.drafts.draft import Draft, Prompt, Proposal, Proposes, Round, RoundResult, Taps, propose_by_steps
+from qspec_jax.drafts.draft import Draft, Prompt, Proposal, Proposes, Round, RoundResult, Taps
 from qspec_jax.drafts.kept_features import KeptFeatures
 from qspec_jax.drafts.own_cache import Window
+from qspec_jax.drafts.stepwise import propose_by_steps
 from qspec_jax.errors import InputError
 from qspec_jax.models.block import Weight
 from qspec_jax.models.eagle3 import Eagle3Head

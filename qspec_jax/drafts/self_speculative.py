@@ -9,7 +9,8 @@ import jax
 from pallas_kernels.formats.kv_cache import HeldKeys
 from pallas_kernels.formats.views import View
 from qspec_jax.caches.cache import Cache
-from qspec_jax.drafts.draft import Draft, State, StepwiseDraft
+from qspec_jax.drafts.draft import Draft, State
+from qspec_jax.drafts.stepwise import StepwiseDraft
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.skipping import NO_LAYERS, Deferred, Skipped, SkippingModel
 from qspec_jax.models.viewed import ViewedModel

@@ -11,11 +11,12 @@ from pallas_kernels.formats.views import FULL_PRECISION
 from qspec_jax.caches.cache import AppendedCache, Cache, Reads
 from qspec_jax.caches.compact import CompactCache
 from qspec_jax.caches.registry import CacheConfig
-from qspec_jax.drafts.draft import ModelDraft, Prompt, Proposal, Round, RoundResult, propose_by_steps
+from qspec_jax.drafts.draft import Prompt, Proposal, Round, RoundResult
 from qspec_jax.drafts.history import History
 from qspec_jax.drafts.own_cache import OwnText, WholeText, Window
 from qspec_jax.drafts.own_model import own_config, own_model
 from qspec_jax.drafts.sink_window import tokens_of_sinks
+from qspec_jax.drafts.stepwise import ModelDraft, propose_by_steps
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama

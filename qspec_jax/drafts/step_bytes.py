@@ -9,7 +9,8 @@ from pallas_kernels.formats.views import UPPER_PLANE
 from qspec_jax.caches.cache import Cache, Reads
 from qspec_jax.caches.host_memory import in_host
 from qspec_jax.caches.registry import CacheConfig
-from qspec_jax.drafts.draft import Draft, ModelDraft
+from qspec_jax.drafts.draft import Draft
+from qspec_jax.drafts.stepwise import ModelDraft
 from qspec_jax.models.experts import is_expert_matrix
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.sharding import mesh_of

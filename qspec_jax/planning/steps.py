@@ -13,10 +13,11 @@ from pallas_kernels.formats.views import BOTH_PLANES
 from pallas_kernels.formats.weights import Int4Weight
 from qspec_jax.caches.cache import Cache, Reads
 from qspec_jax.drafts.cascade import CascadeDraft
-from qspec_jax.drafts.draft import Draft, ModelDraft, Proposes
+from qspec_jax.drafts.draft import Draft, Proposes
 from qspec_jax.drafts.eagle3 import Eagle3Draft
 from qspec_jax.drafts.registry import DraftSettings
 from qspec_jax.drafts.step_bytes import cache_bytes_of_step, reads_of_step, skipped_by
+from qspec_jax.drafts.stepwise import ModelDraft
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
