@@ -95,12 +95,24 @@ def decoded_batches(small_model):
         *in_system("eagle3:model=random,window=20", "cascade:first=prompt-lookup,middle=(sparse:budget=0.2)"),
     ],
 )
-def test_heads_of_random_weights_and_cascades_are_measured(small_model, draft):
+def test_heads_of_random_weights_and_cascades_are_measured(small_model, draft, monkeypatch):
+    """Whole decodes, and the steps of both levels."""
+    monkeypatch.setattr(timing, "LOOP_TRIPS", (2, 2))
+    monkeypatch.setattr(timing, "BATCH_SECONDS", 1e-3)
     cases = [decode_rows.Case(decode_rows.DecodeMethod(draft, "int8", draft), 4)]
-    settings = decode.Settings(60, rate=0.8, inner_rate=0.6 if "cascade" in draft else None)
+    bandwidth = decode.Bandwidth(20.0)
+    settings = decode.Settings(60, rate=0.8, inner_rate=0.6 if "cascade" in draft else None, bandwidth=bandwidth, repeats=1)
     (row,) = decode.measure(small_model, lambda: small_model, cases, [list(range(100))], settings)
     assert (row.status, row.note, row.simulated_inner_rate) == ("measured", "", settings.inner_rate)
     assert 0.4 < row.acceptance_ratio < 0.8 and row.rounds < row.new_tokens < 60
+    of_draft = {name: step for name, step in row.steps.items() if name in ("draft", "middle", "head")}
+    assert {*of_draft} == {name for name, part in (("middle", "cascade"), ("head", "eagle3")) if part in draft}
+    assert all(step.timing.median_us > 0 and step.bytes > 0 for step in of_draft.values())
+    if "head" in of_draft:  # a layer whose first matmul has twice the inputs, what makes the logits, norms, and 24 pairs of keys and values
+        c, item = small_model.config, small_model.dtype.itemsize
+        layer = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim * 2 * c.hidden_size + c.num_heads * c.head_dim * c.hidden_size
+        numbers = layer + 3 * c.hidden_size * c.intermediate_size + c.vocab_size * c.hidden_size + 4 * c.hidden_size
+        assert of_draft["head"].bytes == item * (numbers + 24 * 2 * c.num_kv_heads * c.head_dim)
 
 
 @pytest.mark.system

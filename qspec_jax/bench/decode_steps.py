@@ -19,8 +19,10 @@ from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.sampling import DRAFT, Sampler, prompt_keys
 from qspec_jax.decoding.state import DecodeState
+from qspec_jax.drafts.cascade import CascadeDraft
 from qspec_jax.drafts.draft import Draft
-from qspec_jax.drafts.step_bytes import cache_bytes_of_step, devices_of, step_bytes, weight_bytes
+from qspec_jax.drafts.eagle3 import Eagle3Draft, FedBack
+from qspec_jax.drafts.step_bytes import cache_bytes_of_step, devices_of, head_step_bytes, step_bytes, weight_bytes
 from qspec_jax.drafts.stepwise import StepwiseDraft
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.viewed import ViewedModel
@@ -43,9 +45,14 @@ class TimedStep:
     def trips(self) -> int:
         return loop_trips(self.seconds)
 
+    @property
+    def drafts(self) -> bool:
+        """Whether it is a step of the draft. No other needs the draft's state, and without it drafts share the program."""
+        return self.function in (_drafted, _of_middle, _of_head)
+
     def kept(self, state: Any) -> Any:
-        """What the loop has of the draft's state: no step but the draft's needs it, and without it drafts share the program."""
-        return state if self.function is _drafted else ()
+        """What the loop has of the draft's state."""
+        return state if self.drafts else ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +80,11 @@ class StepsOfRound:
         proposals = jnp.broadcast_to(proposal[:, None], (B, self.gamma, proposal.shape[-1]))
         steps = [self._verification(lengths, observed=draft is not None and draft.observes)]
         if isinstance(draft, StepwiseDraft):
-            steps.append(self._draft_step(lengths, draft))
+            steps.append(self._draft_step("draft", _drafted, lengths, draft))
+        if isinstance(draft, CascadeDraft):
+            steps.append(self._draft_step("middle", _of_middle, lengths, draft, draft.middle))
+        if isinstance(head := _head_of(draft), Eagle3Draft):
+            steps.append(self._step("head", _of_head, (draft,), head_step_bytes(head, self.context, batch=self.batch_size)))
         # Goes through the logits a few times.
         seconds = max(5e-5, self.bandwidth.seconds(4 * logits.nbytes))
         steps.append(TimedStep("sampling", _sampled, (self.sampler, logits, proposals, eligible, keys, positions), seconds))
@@ -88,13 +99,14 @@ class StepsOfRound:
     ) -> dict[str, StepTiming]:
         """Times every step. programs: the loop of each, by its name, and its trips. The state's cache and its draft's state are spent: a
         step overwrites what the one before wrote, and flushes move its buffer."""
-        tokens, cache = jnp.zeros((self.batch_size, self.gamma + 1), jnp.int32), state.cache
+        tokens, cache, drafts = jnp.zeros((self.batch_size, self.gamma + 1), jnp.int32), state.cache, state.draft
         shown = dataclasses.replace(state, cache=state.cache.rollback(jax.tree.map(jnp.copy, state.cache.lengths)))
         timings = {}
         for step in self.of(shown, draft):
-            carry = tokens, cache, step.kept(state.draft)
+            carry = tokens, cache, step.kept(drafts)
             with working(f"timing the step {step.name}"):
-                timing, (tokens, cache, _) = time_loop(*programs[step.name], carry, step.inputs, repeats=repeats)
+                timing, (tokens, cache, kept) = time_loop(*programs[step.name], carry, step.inputs, repeats=repeats)
+            drafts = kept if step.drafts else drafts
             share = self.bandwidth.seconds(step.bytes, step.host_bytes) * 1e6 / timing.median_us
             timings[step.name] = StepTiming(timing, step.bytes, share, step.host_bytes)
         return timings
@@ -103,12 +115,15 @@ class StepsOfRound:
         size, copied = target_bytes(self.target.model, self.shapes, self.context + self.gamma + 1, self.batch_size, self.gamma + 1)
         return self._step("target", _verified_and_observed if observed else _verified, (lengths, self.target), size, copied)
 
-    def _draft_step(self, lengths: Lengths, draft: StepwiseDraft) -> TimedStep:
-        tokens = self.context + 1
-        _, copied = cache_bytes_of_step(draft, self.shapes, tokens)
+    def _draft_step(
+        self, name: str, function: Callable, lengths: Lengths, draft: Draft, stepwise: StepwiseDraft | None = None
+    ) -> TimedStep:
+        """A step of a draft, or of one that it is made of."""
+        tokens, stepwise = self.context + 1, stepwise or draft
+        _, copied = cache_bytes_of_step(stepwise, self.shapes, tokens)
         # The bytes of a step that copies something of the target's cache from host memory are not counted.
-        size = 0 if copied else step_bytes(draft, self.cache_config, tokens, batch=self.batch_size, on_device=True)
-        return self._step("draft", _drafted, (lengths, draft), size)
+        size = 0 if copied else step_bytes(stepwise, self.cache_config, tokens, batch=self.batch_size, on_device=True)
+        return self._step(name, function, (lengths, draft), size)
 
     def _step(self, name: str, function: Callable, inputs: tuple, size: int, host_bytes: int = 0) -> TimedStep:
         return TimedStep(name, function, inputs, max(5e-5, self.bandwidth.seconds(size, host_bytes)), size, host_bytes)
@@ -122,10 +137,31 @@ def _verified_and_observed(tokens, cache, state, lengths, target):
     return *_forward(tokens, cache, lengths, functools.partial(target.watched, observe=True), width=tokens.shape[1]), state
 
 
-def _drafted(tokens, cache, state, lengths, draft):
-    tokens, stepped = _forward(tokens, draft.cache_of_steps(state, cache), lengths, draft.step_in_round(state, cache), width=1)
+def _drafted(tokens, cache, state, lengths, draft, width=1):
+    tokens, stepped = _forward(tokens, draft.cache_of_steps(state, cache), lengths, draft.step_in_round(state, cache), width=width)
     state, cache = draft.after_steps(state, cache, stepped, jnp.ones(tokens.shape[0], bool))
     return tokens, cache, state
+
+
+def _of_middle(tokens, cache, state, lengths, draft):
+    first, middle = state
+    tokens, cache, middle = _drafted(tokens, cache, middle, lengths, draft.middle, 1 + draft.at_once(tokens.shape[1] - 1))
+    return tokens, cache, (first, middle)
+
+
+def _head_of(draft):
+    """The draft that may be one of a head: of a cascade the first."""
+    return draft.first if isinstance(draft, CascadeDraft) else draft
+
+
+def _of_head(tokens, cache, state, draft):
+    own_state, *others = state if isinstance(draft, CascadeDraft) else (state,)
+    own, before = own_state.own, own_state.own.cache.lengths
+    logits, fed_back = _head_of(draft).step(tokens[:, :1], own.position[:, None], FedBack(own.cache, own_state.hidden[:, :1]))
+    tokens = tokens.at[:, 0].set(jnp.argmax(logits[:, 0], -1).astype(jnp.int32))
+    own = dataclasses.replace(own, cache=fed_back.cache.rollback(before))
+    own_state = dataclasses.replace(own_state, own=own, hidden=own_state.hidden.at[:, :1].set(fed_back.hidden))
+    return tokens, cache, (own_state, *others) if isinstance(draft, CascadeDraft) else own_state
 
 
 def _forward(tokens, cache, lengths, model, *, width):

@@ -159,9 +159,7 @@ class Eagle3Draft(Draft):
 
         def step(tokens, positions, carried):
             # The pair of a token is at the position before it.
-            at = own.position[:, None] + positions - current.position[:, None] - 1
-            logits, hidden, appended = head(carried.hidden, tokens, at, carried.cache, view=FULL_PRECISION)
-            return head.in_targets_vocabulary(logits), FedBack(appended, hidden)
+            return self.step(tokens, own.position[:, None] + positions - current.position[:, None] - 1, carried)
 
         carried = FedBack(own.cache, hidden)
         proposal, carried = propose_by_steps(step, carried, current, first=head.in_targets_vocabulary(first[:, 0]))
@@ -170,6 +168,12 @@ class Eagle3Draft(Draft):
         foreseen = jnp.where(knows, current.eligible, 0)
         proposal = dataclasses.replace(proposal, eligible=jnp.where(knows, proposal.eligible, 0), foreseen=foreseen)
         return proposal, dataclasses.replace(state, own=own, count=state.count - count), cache
+
+    def step(self, tokens: Int[Array, "B 1"], at: Int[Array, "B 1"], fed_back: FedBack) -> tuple[Float[Array, "B 1 V"], FedBack]:
+        """A pass over the pair of each row's token and what the pass before fed back, at these positions: the logits, and what it feeds
+        back."""
+        logits, hidden, cache = self.head(fed_back.hidden, tokens, at, fed_back.cache, view=FULL_PRECISION)
+        return self.head.in_targets_vocabulary(logits), FedBack(cache, hidden)
 
     def within_round(self, state: HeadState, most: int) -> HeadState:
         # What the pairs to read are is left to commit, since the row has read them all.

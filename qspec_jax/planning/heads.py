@@ -12,14 +12,12 @@ from qspec_jax.caches.cache import Reads
 from qspec_jax.caches.compact import CompactCache
 from qspec_jax.drafts.eagle3 import Eagle3Draft
 from qspec_jax.drafts.sink_window import tokens_of_sinks
-from qspec_jax.drafts.step_bytes import ITEM_BYTES, bytes_of
+from qspec_jax.drafts.step_bytes import ITEM_BYTES, OF_FEATURES, bytes_of
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.eagle3 import Eagle3Head
 from qspec_jax.planning.devices import Device
 from qspec_jax.planning.operations import Work, linear_shapes
 from qspec_jax.planning.timing import Cost, attention_cost, int4_matmul_cost, roofline
-
-OF_FEATURES = ("fc", "fc_norms", "input_norm")
 
 
 def head_cost(device: Device, draft: Eagle3Draft, *, context: int, batch: int, tokens: int) -> Cost:
