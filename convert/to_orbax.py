@@ -109,8 +109,11 @@ def convert(
             raise InputError(f"{source}: is converted already; a Hugging Face directory is needed")
         _check_places(folder, directory, overwrite)
     choice = WeightsChoice.parse(weights)
-    if choice.head_bits != 16:
-        raise InputError(f"weights {weights!r}: a conversion stores the head as it is; give head_bits where the directory is loaded")
+    for name, bits in (("head", choice.head_bits), ("embedding", choice.embedding_bits)):
+        if bits != 16:
+            raise InputError(
+                f"weights {weights!r}: a conversion stores the {name} as it is; give {name}_bits where the directory is loaded"
+            )
     opened = open_source(folder)
     wanted = dtype or default_dtype(opened.config, folder)
     if wanted not in DTYPES:

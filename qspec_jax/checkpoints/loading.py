@@ -31,7 +31,7 @@ from qspec_jax.models.llama import Llama, Origin, Weight
 from qspec_jax.models.placement import Placement
 from qspec_jax.progress import progress_bar, working
 from qspec_jax.quantization.calibration import MAX_TEXT_TOKENS, MAX_TOKENS, quantize_linears_for
-from qspec_jax.quantization.weights import groups_are_cut, is_linear, nest_weight, quantize_head, quantize_nested
+from qspec_jax.quantization.weights import groups_are_cut, is_linear, nest_weight, quantize_embedding, quantize_head, quantize_nested
 
 log = logging.getLogger(__name__)
 FEW_TOKENS = 1000  # of a text to calibrate on
@@ -73,9 +73,11 @@ def load_model(
         log_nested(directory)
         weights = quantize_linears_for(model, texts, quantize=quantize_nested, progress=progress).weights()
         model = Llama(dataclasses.replace(model.checkpoint_config, nested_weights=True), lambda path, shape: weights[path])
-    if choice.head_bits == 8:
-        model = quantize_head(model)
-        log.info("%s: its head is put into INT8, which changes logits slightly", directory)
+    with_tables(model.checkpoint_config, choice, directory)  # which refuses what the model cannot have
+    for name, bits in (("embedding", choice.embedding_bits), ("head", choice.head_bits)):
+        if bits == 8:
+            log.info("%s: its %s is put into INT8, which changes logits slightly", directory, name)
+    model = quantize_tables(model, choice)
     model.origin = Origin(directory.resolve())
     return model
 
@@ -380,7 +382,9 @@ def outline_model(directory: str | Path, *, dtype: str | None = None, weights: s
         open_source(directory).check_contents()
     found = load_plan(directory, dtype=dtype, weights=weights)
     model = Llama(found.config, lambda path, shape: found.weights[path])
-    return model if WeightsChoice.parse(weights).head_bits == 16 else jax.eval_shape(quantize_head, model)
+    choice = WeightsChoice.parse(weights)
+    with_tables(model.checkpoint_config, choice, directory)
+    return jax.eval_shape(lambda model: quantize_tables(model, choice), model)
 
 
 def planned_config(directory: str | Path, choice: WeightsChoice = AS_STORED) -> LlamaConfig:
@@ -410,12 +414,27 @@ def planned_config(directory: str | Path, choice: WeightsChoice = AS_STORED) -> 
         _log_planned(directory, gguf_quantization(directory) if in_gguf else form and form.name, in_int4, choice)
         size = _config_group_size(size) if in_int4 else None
         config = dataclasses.replace(config, int4_weights=in_int4, int4_group_size=size, nested_weights=choice.linears == NESTED)
-    return with_head(config, choice)
+    return with_tables(config, choice, directory)
 
 
-def with_head(config: LlamaConfig, choice: WeightsChoice) -> LlamaConfig:
-    """The config of a model whose head is as is chosen; in INT8 it is no embedding, see `quantize_head`."""
-    return dataclasses.replace(config, int8_head=True, tie_word_embeddings=False) if choice.head_bits == 8 else config
+def with_tables(config: LlamaConfig, choice: WeightsChoice, name: str | Path) -> LlamaConfig:
+    """The config of a model whose embedding and head are as is chosen, see `quantize_tables`. Raises InputError for an embedding in INT8
+    that is also the head, where that is not to be. name: of the checkpoint or the shape."""
+    tied = config.tie_word_embeddings
+    if choice.embedding_bits == 8:
+        if tied and choice.head_bits == 16:
+            raise InputError(f"{name}: its embedding is its head too; give head_bits=8 beside embedding_bits=8, or neither")
+        config = dataclasses.replace(config, int8_embedding=True)
+    if choice.head_bits == 8:
+        # One in INT8 is no embedding in bfloat16.
+        config = dataclasses.replace(config, int8_head=True, tie_word_embeddings=tied and config.int8_embedding)
+    return config
+
+
+def quantize_tables(model: Llama, choice: WeightsChoice) -> Llama:
+    """The model with its embedding and head in INT8, as far as that is chosen."""
+    model = quantize_embedding(model) if choice.embedding_bits == 8 else model
+    return quantize_head(model) if choice.head_bits == 8 else model
 
 
 def _log_planned(directory: Path, quantization: str | None, in_int4: bool, choice: WeightsChoice) -> None:

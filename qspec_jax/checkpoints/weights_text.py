@@ -15,6 +15,7 @@ CHOICES = PACKED, DEQUANTIZED, NESTED
 class _Settings:
     calibration: str = setting("", "A file of text for whose activations nested weights are rounded (GPTQ).")
     head_bits: int = setting(16, "Bits of the head: 8 puts it in INT8, with a scale for each output.", choices=(8, 16))
+    embedding_bits: int = setting(16, "Bits of the embedding: 8 puts it in INT8, with a scale for each token.", choices=(8, 16))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,11 +26,13 @@ class WeightsChoice:
         linears: one of `CHOICES`; None for no choice.
         calibration: a file of text for whose activations nested weights are rounded; None: they are rounded to nearest.
         head_bits: 8 if the head is put into INT8; it is then another model's. 16: as it is stored.
+        embedding_bits: the same of the embedding.
     """
 
     linears: str | None = None
     head_bits: int = 16
     calibration: str | None = None
+    embedding_bits: int = 16
 
     @classmethod
     def parse(cls, text: str | None) -> Self:
@@ -45,13 +48,14 @@ class WeightsChoice:
             raise InputError(f"weights {text!r}: calibration should be a file of text")
         if settings.calibration and name != NESTED:
             raise InputError(f"weights {text!r}: calibration is for {NESTED} weights; leave it out")
-        return cls(name, settings.head_bits, settings.calibration or None)
+        return cls(name, settings.head_bits, settings.calibration or None, settings.embedding_bits)
 
     def described(self, *, in_int4: bool) -> str:
         """The formats of a model's weights, for after its name; empty where all are as they are stored. in_int4: whether linear layers are
         said to be in INT4."""
         nested = ["linear layers nested in 8 bits"] * (self.linears == NESTED)
-        parts = [*["linear layers in INT4"] * in_int4, *nested, *["head in INT8"] * (self.head_bits == 8)]
+        tables = [f"{name} in INT8" for name, bits in (("head", self.head_bits), ("embedding", self.embedding_bits)) if bits == 8]
+        parts = [*["linear layers in INT4"] * in_int4, *nested, *tables]
         return "".join(f", {part}" for part in [*parts, "all else in bfloat16"]) if parts else ""
 
 

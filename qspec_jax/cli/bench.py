@@ -46,7 +46,6 @@ from qspec_jax.evaluate.texts import token_stream
 from qspec_jax.files import read_text
 from qspec_jax.kept_rows import KeptRows
 from qspec_jax.progress import progress_bar, tell_row, working
-from qspec_jax.quantization.weights import quantize_head
 from qspec_jax.training import corpus
 
 log = logging.getLogger(__name__)
@@ -169,6 +168,7 @@ def bench_decode(
     shape = huggingface.load_config(model) if arch is None else architecture(arch, layers)
     if arch is not None or random_weights:
         shape = with_weights(shape, choice)
+        loading.with_tables(shape, choice, f"--arch {arch}" if arch else model)  # which refuses what it cannot have
     check_positions("model", shape.max_length, "--context", max(contexts), max_new_tokens)
     for method in methods:
         CacheConfig.parse(method.cache).check(shape)
@@ -189,7 +189,7 @@ def bench_decode(
         name, place = arch or model, place_of(devices, distributed=False)
         if arch is not None or random_weights:
             network = random_model(shape, seed=seed, mesh=place)
-            network = quantize_head(network) if choice.head_bits == 8 else network
+            network = loading.quantize_tables(network, choice)
         else:
             network, _ = load(model, None, quiet=as_json, weights=weights, place=place)
         return decode.run(

@@ -155,7 +155,7 @@ WeightsOption = Annotated[
         metavar="packed|dequantized|nested[:SETTING=VALUE,...]",
         help="Of a quantized checkpoint: packed keeps linear layers of 4 bits in INT4. If not given, they stay so where kernels read them. "
         "Of any checkpoint nested puts linear layers into 8 bits, whose upper 4 are the draft's weights, rounded for a text with "
-        "calibration=FILE, and head_bits=8 the head into INT8.",
+        "calibration=FILE, and head_bits=8 the head, embedding_bits=8 the embedding into INT8.",
     ),
 ]
 DtypeOption = Annotated[Dtype | None, typer.Option("--dtype", help="As stored, if not given. float64 is for exactness checks on a CPU.")]

@@ -25,7 +25,7 @@ NAMES = {
 }
 HASHED = ("weights", "draft_weights")
 # Where weights are stored, and how: the fingerprint is of what they are.
-_NOT_COMPUTED = ("wrapper", "int4_weights", "int4_group_size", "nested_weights", "int8_head")
+_NOT_COMPUTED = ("wrapper", "int4_weights", "int4_group_size", "nested_weights", "int8_head", "int8_embedding")
 
 
 def identity_of(reader: Reader) -> dict[str, Any]:

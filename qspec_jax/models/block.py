@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.formats import weights as formats
 from pallas_kernels.formats.rounding import accumulation_dtype
@@ -300,6 +300,13 @@ class Block(nnx.Module):
 def stream_eps(config: LlamaConfig) -> float:
     """The eps of norms of the residual stream, which is kept divided by the residual multiplier."""
     return config.rms_norm_eps / config.residual_multiplier**2
+
+
+def rows_of(table: Weight, tokens: Int[Array, "*rows"], dtype: jnp.dtype) -> Float[Array, "*rows D"]:
+    """The rows of an embedding [V, D], in bfloat16 or the like or in INT8. dtype: of the rows."""
+    if not isinstance(table, formats.Int8Weight):
+        return table[tokens].astype(dtype)
+    return (table.codes[tokens] * table.scale[tokens][..., None]).astype(dtype)
 
 
 def scaled(x: Float[Array, "*rows D"], factor: float | Array) -> Float[Array, "*rows D"]:

@@ -27,6 +27,7 @@ class LlamaConfig:
         int4_group_size: inputs of a group of these weights; None: those of `quantization.weights.weight_group_size`.
         nested_weights: whether linear layers are nested in 8 bits, see `load_model`.
         int8_head: whether the head is in INT8, see `load_model`.
+        int8_embedding: the same of the embedding.
         wrapper: the multimodal model that the text model is a part of, one of `families.WRAPPERS`; None for a text model by itself.
         qk_norm: what the norm of queries and keys covers, one of `families.QK_NORMS`; None without such a norm.
         norms: where the other norms are, one of `families.NORM_PLACES`.
@@ -78,6 +79,7 @@ class LlamaConfig:
     int4_group_size: int | None = None
     nested_weights: bool = False
     int8_head: bool = False
+    int8_embedding: bool = False
 
     def __post_init__(self):
         if self.norms == OUTPUT and self.residual_multiplier != 1:

@@ -19,7 +19,7 @@ from pallas_kernels.formats.rounding import accumulation_dtype
 from pallas_kernels.formats.views import View
 from pallas_kernels.matmul import linear
 from qspec_jax.models import rope
-from qspec_jax.models.block import Angles, Block, Linear, MakeWeight, RMSNorm, Weight
+from qspec_jax.models.block import Angles, Block, Linear, MakeWeight, RMSNorm, Weight, rows_of
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import AttendingCache, weights_of
 
@@ -156,7 +156,7 @@ class Eagle3Head(nnx.Module):
         """
         x = hidden.astype(self.dtype)
         normed, first = self.hidden_norm(x), self.layers[0]
-        embedded = first.attention_input(self.embedding.get_value()[tokens].astype(self.dtype))
+        embedded = first.attention_input(rows_of(self.embedding.get_value(), tokens, self.dtype))
         y = first.qkv(jnp.concatenate([embedded, normed], axis=-1))
         x = normed if self.settings.norm_before_residual else x
         views = view if isinstance(view, tuple) else (view,) * len(self.layers)

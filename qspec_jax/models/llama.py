@@ -23,7 +23,7 @@ from pallas_kernels.formats.weights import Int8Weight
 from pallas_kernels.matmul import linear
 from qspec_jax.errors import InputError
 from qspec_jax.models import rope
-from qspec_jax.models.block import Angles, Block, MakeWeight, RMSNorm, Weight, scaled, stream_eps
+from qspec_jax.models.block import Angles, Block, MakeWeight, RMSNorm, Weight, rows_of, scaled, stream_eps
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.families import HEAD_AFTER_ROPE
 
@@ -214,6 +214,14 @@ class Llama(nnx.Module):
         model.head = nnx.data(nnx.Param(head))
         return model
 
+    def with_embedding(self, embedding: Weight) -> Self:
+        """The model with another embedding, in any format, which is its head too where it was before."""
+        model, in_int8 = copy.copy(self), isinstance(embedding, Int8Weight)
+        tied = {"int8_head": in_int8} if self.head is None else {}
+        model._config = dataclasses.replace(self._config, int8_embedding=in_int8, **tied)
+        model.embedding = nnx.data(nnx.Param(embedding))
+        return model
+
     def sum_of_copies(self, x: Float[Array, "B K *rest"]) -> Float[Array, "B K *rest"]:
         """Sums over the query heads of each KV head, with the sums of other devices that have the same KV head added."""
         if self.kv_copies == 1:
@@ -241,7 +249,8 @@ class Llama(nnx.Module):
 
     @property
     def dtype(self) -> jnp.dtype:
-        return self.embedding.get_value().dtype
+        table = self.embedding.get_value()
+        return self.norm.weight.get_value().dtype if isinstance(table, Int8Weight) else table.dtype
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         x, factor = self._embedded(tokens), self._config.embedding_multiplier / self._config.residual_multiplier
@@ -250,10 +259,11 @@ class Llama(nnx.Module):
     def _embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         table = self.embedding.get_value()
         if not self._is_part(table):
-            return table[tokens]
+            return rows_of(table, tokens, self.dtype)
         at = tokens - lax.axis_index(self.axis) * table.shape[0]
         here = (at >= 0) & (at < table.shape[0])
-        return lax.psum(jnp.where(here[..., None], table[jnp.clip(at, 0, table.shape[0] - 1)], 0), self.axis)
+        rows = rows_of(table, jnp.clip(at, 0, table.shape[0] - 1), self.dtype)
+        return lax.psum(jnp.where(here[..., None], rows, 0), self.axis)
 
     def angles(self, positions: Int[Array, "B T"], lengths: Int[Array, "B T"]) -> Angles:
         """The tokens' angles. lengths: see `rope.cos_sin`."""

@@ -29,7 +29,7 @@ def outline(config: LlamaConfig, *, int4: bool = False, dtype: str = "bfloat16")
             return int4_outline(shape, dtype, config.int4_group_size)
         if config.nested_weights and is_linear(path):
             return nested_outline(shape, dtype)
-        if path == "head" and config.int8_head:
+        if (path == "head" and config.int8_head) or (path == "embedding" and config.int8_embedding):
             return jax.eval_shape(quantize_rows, jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
@@ -53,4 +53,4 @@ def nested_outline(shape: tuple[int, int], dtype: str = "bfloat16") -> NestedWei
 
 def is_outline(model: Llama) -> bool:
     """Whether the weights of a model are shapes."""
-    return isinstance(model.embedding.get_value(), jax.ShapeDtypeStruct)
+    return isinstance(jax.tree.leaves(model.embedding.get_value())[0], jax.ShapeDtypeStruct)

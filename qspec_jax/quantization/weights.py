@@ -338,6 +338,14 @@ def quantize_rows(weight: Float[Array, "out in"]) -> Int8Weight:
     return Int8Weight(jnp.rint(wide / scale[:, None]).astype(jnp.int8), scale)
 
 
+def quantize_embedding(model: Llama) -> Llama:
+    """The model with an embedding in INT8, which is its head too where it was before; all else is the same arrays, not copies."""
+    if model.checkpoint_config.int8_embedding:
+        return model
+    table = model.embedding.get_value()
+    return model.with_embedding(divided_over(mesh_of(table), quantize_rows)(table))
+
+
 def quantize_head(model: Llama) -> Llama:
     """The model with a head in INT8, also where its head was the embedding; all else is the same arrays, not copies."""
     if model.checkpoint_config.int8_head:
