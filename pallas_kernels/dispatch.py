@@ -29,7 +29,7 @@ class Kernel:
         min_rows, max_rows: rows of activations for which it is a candidate; None: any number.
         module: the module of the package that has it, if it is not called as the implementation is.
         fixed_order_rows: the maximum number of rows in `fixed_order`, from 1 on; 0: it is no candidate there. Callers divide more rows
-            into parts (`rows_in_fixed_order`).
+            into parts (`rows_in_fixed_order`); one with `ANY` divides them itself.
     """
 
     operation: str

@@ -254,7 +254,7 @@ def test_traced_measurements_are_those_without_a_trace(run, fails, directory, fi
 
 @pytest.mark.parametrize("temperature", [0.0, *in_system(1.0)])
 def test_what_the_middle_of_a_cascade_accepts_of_its_first_draft(temperature):
-    """As many tokens as the trace says are the first draft's, and none is cut off; all of them, if both levels are one and the same."""
+    """Those that the trace ascribes to the first draft; with the same draft on both levels all that it drafts."""
     model, texts, traces = random_model(jnp.float32, num_hidden_layers=1), random_prompts([60, 48]), []
     config = GenerationConfig(draft="quantspec", max_new_tokens=24, group_size=4, num_speculative_tokens=5, temperature=temperature)
 

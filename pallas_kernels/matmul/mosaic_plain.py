@@ -52,8 +52,8 @@ def _computed(x: Array, weights: Sequence[Array], xla, float32_out: bool, gated:
         if len(x) <= MAX_ROWS:
             return run(Plan(len(x), *shape), x, weights)
         if plan := tiled_plan(len(x), *shape):
-            y = run_tiled(plan, x, weights)
-            return y.T[: len(x)] if float32_out else y
+            return run_tiled(plan, x, weights)
+        # Where no tile fits, as with fewer than 64 outputs.
         return jnp.concatenate([kernel(x[first : first + MAX_ROWS], weights) for first in range(0, len(x), MAX_ROWS)])
 
     return transformable(kernel, xla)(rows, tuple(weights)).reshape(*x.shape[:-1], -1)
@@ -68,12 +68,13 @@ def run(plan: Plan, x: Float[Array, "M in"], weights: Sequence[Array]) -> Float[
 
 
 @lowered_once
-def run_tiled(plan: TiledPlan, x: Float[Array, "M in"], weights: Sequence[Array]) -> Float[Array, "M out"] | Float[Array, "out tiled"]:
-    """As `run`, of more rows, see `TiledPlan.shape`."""
+def run_tiled(plan: TiledPlan, x: Float[Array, "M in"], weights: Sequence[Array]) -> Float[Array, "M out"]:
+    """What `run` gives, for more rows."""
     from pallas_kernels.matmul.mosaic_tiled_block import BLOCK, CLUSTER, PART, WARPGROUPS, body
 
     grid = dict(grid=plan.grid, grid_names=(BLOCK, PART), cluster=(plan.config.cluster,), cluster_names=(CLUSTER,))
-    return _launch(plan, body, x, weights, WARPGROUPS, **grid)
+    y = _launch(plan, body, x, weights, WARPGROUPS, **grid)
+    return y.T[: plan.rows] if plan.float32_out else y
 
 
 def _launch(plan: Plan | TiledPlan, body: Callable, x: Array, weights: Sequence[Array], warpgroups: int, **grid) -> Array:

@@ -58,7 +58,7 @@ class Plan:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of what is written."""
+        """Of the array that a launch writes."""
         return self.rows, sum(self.written)
 
     @functools.cached_property

@@ -1,9 +1,11 @@
 """What a block of the Mosaic GPU matmul with plain weights does where there are many rows.
 
 It has a tile of one weight's outputs, or of both of a gated pair, and a tile of rows, and goes through all inputs, a step at a time, as a
-block of mosaic_plain_block.py does: a row's sums are the same. Weights come from memory once and to the other blocks from the L2, whose
-speed is the limit then: so the blocks of a cluster divide the copies of what they have in common, and each part goes to all of them.
-Weights are the first operand of products, whose outputs are [outputs, rows].
+block of mosaic_plain_block.py does. Both must give a row the same bits: in both each product of the tensor cores adds its 16 inputs to what
+those before have found, in the order of the inputs, and it makes no difference how many of them a step has.
+
+Weights come from memory once and to the other blocks from the L2, whose speed is the limit then: so the blocks of a cluster divide the
+copies of what they have in common, and each part goes to all of them. Weights are the first operand of products, which are [outputs, rows].
 """
 
 import functools
@@ -41,14 +43,14 @@ def body(plan: TiledPlan, x, *refs) -> None:
     def ring(rows: int):
         return plgpu.SMEM((plan.slots, rows, STEP), jnp.bfloat16, transforms=tiled)
 
-    filled = plgpu.Barrier(num_arrivals=1 + plan.at_once, num_barriers=plan.slots)
+    filled = plgpu.Barrier(num_arrivals=1 + plan.weights_at_once, num_barriers=plan.slots)
     emptied = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=plan.slots)
     if cluster > 1:
         # A slot is filled in all blocks of a cluster at once.
         emptied = plgpu.ClusterBarrier(collective_axes=(CLUSTER,), num_arrivals=WARPGROUPS, num_barriers=plan.slots)
     done = plgpu.Barrier(num_arrivals=WARPGROUPS)
     multiply = functools.partial(_multiply, plan, x, weights, tile, row)
-    sums = together(multiply, ring(plan.row_tile), plan.at_once * [ring(plan.config.tile)], filled, emptied, done)
+    sums = together(multiply, ring(plan.row_tile), plan.weights_at_once * [ring(plan.config.tile)], filled, emptied, done)
     found, *up = (total.astype(plan.dtype) for total in sums)
     if up:
         found = (jax.nn.silu(found.astype(jnp.float32)) * up[0].astype(jnp.float32)).astype(plan.dtype)
@@ -107,7 +109,7 @@ def _multiply(plan: TiledPlan, x, weights: Sequence, tile, row, x_ring, weight_r
                     weight = weight.at[pl.ds(warpgroup * outputs, outputs)]
                 plgpu.wgmma(total, weight, activations.transpose((1, 0)))
             # This step's products go on, one for each weight. The step before it is done with its slot.
-            plgpu.wgmma_wait(plan.at_once)
+            plgpu.wgmma_wait(plan.weights_at_once)
 
             @pl.when((step > 0) & (step - 1 + plan.slots < plan.steps))
             def _():
@@ -125,7 +127,7 @@ def _multiply(plan: TiledPlan, x, weights: Sequence, tile, row, x_ring, weight_r
         plgpu.barrier_wait(done)
         return found
 
-    return pl.run_scoped(accumulate, *(plgpu.ACC(plan.product, jnp.float32) for _ in range(plan.at_once)))
+    return pl.run_scoped(accumulate, *(plgpu.ACC(plan.product, jnp.float32) for _ in range(plan.weights_at_once)))
 
 
 def _write(plan: TiledPlan, found: Array, tile, row, y, staged) -> None:

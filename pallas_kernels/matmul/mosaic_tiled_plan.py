@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.gpu.launch import RESERVED_BYTES, SHARED_BYTES, clusters_at_once
-from pallas_kernels.matmul.mosaic_plain_plan import ITEM_BYTES, PRODUCT_ROWS, TILE
+from pallas_kernels.matmul.mosaic_plain_plan import ITEM_BYTES, TILE
 
 WARPGROUPS = 2  # of a block
 STEP = 64  # inputs that a block multiplies at once
-MAX_PRODUCT = 256  # rows of a tile, which one product may have (wgmma's N)
+WGMMA_M, MAX_WGMMA_N = 64, 256  # outputs of one product of the tensor cores, and the most rows: weights are its first operand
 ACCUMULATORS = 160  # registers of a thread that hold sums: with more of them they have no place
 ENOUGH_SLOTS = 3
 # What a launch's time is estimated by: copies from the L2 to all blocks, and products of a block, a second, and what of the shorter of both
@@ -27,17 +27,21 @@ class Config:
     """How the work is divided. It has no effect on a row's sums, which are of all inputs in their order.
 
     Attributes:
-        tile: outputs of a block, of each weight of a gated pair: `PRODUCT_ROWS` times 1, where a block's warpgroups divide its rows, or
-            times 2, where they divide its outputs.
-        parts: blocks that divide the rows.
+        divides: what a block's warpgroups divide: "rows", or "outputs", of which it then has twice as many.
+        row_tiles: blocks that divide the rows.
         cluster: neighbouring blocks that copy what they have in common once.
         common: what that is: "rows" or "outputs".
     """
 
-    tile: int
-    parts: int
+    divides: str
+    row_tiles: int
     cluster: int = 1
     common: str = "rows"
+
+    @property
+    def tile(self) -> int:
+        """Outputs of a block, of each weight of a gated pair."""
+        return WGMMA_M * (WARPGROUPS if self.divides == "outputs" else 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,14 +77,14 @@ class TiledPlan:
         return self.outputs[:1] if self.gated else self.outputs
 
     @property
-    def at_once(self) -> int:
+    def weights_at_once(self) -> int:
         """The weights that a block multiplies by."""
         return 2 if self.gated else 1
 
     @property
     def by_rows(self) -> bool:
         """Whether the warpgroups of a block divide its rows, not its outputs."""
-        return self.config.tile == PRODUCT_ROWS
+        return self.config.divides == "rows"
 
     @property
     def tiled_rows(self) -> int:
@@ -91,7 +95,7 @@ class TiledPlan:
     def row_tile(self) -> int:
         """Rows of a block."""
         unit = WARPGROUPS * TILE if self.by_rows else TILE
-        return unit * math.ceil(self.rows / self.config.parts / unit)
+        return unit * math.ceil(self.rows / self.config.row_tiles / unit)
 
     @property
     def product(self) -> tuple[int, int]:
@@ -105,14 +109,14 @@ class TiledPlan:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of what is written."""
+        """Of the array that a launch writes."""
         return (sum(self.written), self.tiled_rows) if self.float32_out else (self.rows, sum(self.written))
 
     @property
     def grid(self) -> tuple[int, int]:
         """Clusters: along the outputs, and along the rows."""
-        tiles, parts, cluster = sum(self.tiles), self.config.parts, self.config.cluster
-        return (math.ceil(tiles / cluster), parts) if self.config.common == "rows" else (tiles, parts // cluster)
+        tiles, row_tiles, cluster = sum(self.tiles), self.config.row_tiles, self.config.cluster
+        return (math.ceil(tiles / cluster), row_tiles) if self.config.common == "rows" else (tiles, row_tiles // cluster)
 
     @property
     def steps(self) -> int:
@@ -125,19 +129,19 @@ class TiledPlan:
 
     @property
     def _slot_bytes(self) -> int:
-        return (self.at_once * self.config.tile + self.row_tile) * STEP * ITEM_BYTES
+        return (self.weights_at_once * self.config.tile + self.row_tile) * STEP * ITEM_BYTES
 
     @property
     def fits(self) -> bool:
         """Whether a block has room, every tile has its outputs and rows, and the blocks of a cluster can divide their copies."""
         outputs, rows = self.product
         common = self.row_tile if self.config.common == "rows" else self.config.tile
-        divided = self.config.common == "rows" or self.config.parts % self.config.cluster == 0
+        divided = self.config.common == "rows" or self.config.row_tiles % self.config.cluster == 0
         return (
             self.config.tile <= min(self.outputs)
-            and self.row_tile <= min(self.tiled_rows, WARPGROUPS * MAX_PRODUCT if self.by_rows else MAX_PRODUCT)
-            and rows <= MAX_PRODUCT
-            and self.at_once * outputs * rows <= ACCUMULATORS * 128
+            and self.row_tile <= min(self.tiled_rows, WARPGROUPS * MAX_WGMMA_N if self.by_rows else MAX_WGMMA_N)
+            and rows <= MAX_WGMMA_N
+            and self.weights_at_once * outputs * rows <= ACCUMULATORS * 128
             and self.slots >= min(self.steps, ENOUGH_SLOTS)
             and common // TILE % self.config.cluster == 0
             and divided
@@ -146,7 +150,7 @@ class TiledPlan:
     @property
     def seconds(self) -> float:
         """An estimate of the launch's time."""
-        cluster, rows, outputs = self.config.cluster, self.row_tile, self.at_once * self.config.tile
+        cluster, rows, outputs = self.config.cluster, self.row_tile, self.weights_at_once * self.config.tile
         shared_rows = self.config.common == "rows"
         copied = (rows / (cluster if shared_rows else 1) + outputs / (1 if shared_rows else cluster)) * self.inputs * ITEM_BYTES
         products = rows * outputs * self.inputs / PRODUCTS
@@ -161,10 +165,8 @@ class TiledPlan:
 
 
 def configs(rows: int) -> list[Config]:
-    """Those that are worth a try."""
-    every = itertools.product(
-        (PRODUCT_ROWS, 2 * PRODUCT_ROWS), range(1, 2 + math.ceil(rows / PRODUCT_ROWS)), (1, 2, 4), ("rows", "outputs")
-    )
+    """The divisions of which the fastest is taken."""
+    every = itertools.product(("rows", "outputs"), range(1, 2 + math.ceil(rows / WGMMA_M)), (1, 2, 4), ("rows", "outputs"))
     return [Config(*each) for each in every if each[2] > 1 or each[3] == "rows"]
 
 

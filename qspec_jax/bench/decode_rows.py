@@ -126,7 +126,8 @@ class DecodeRow:
         byte_limit: the speed-up by the byte model.
         share_of_limit: speedup over byte_limit.
         steps: "target" (verifies all drafts and one token more), "draft" (of one token), of a cascade "middle" (verifies what the first
-            drafts at a time and one token more), of an EAGLE-3 head "head" (one token), "sampling", "flush due", "flush not due".
+            drafts at a time and one token more), of an EAGLE-3 head, alone or as the first of a cascade, "head" (one token), "sampling",
+            "flush due", "flush not due".
         cache_bytes: of all layers and rows.
         peak_memory_bytes: the most that prefill, decode or, between them, the making of a batch of rows holds on each device, by their
             executables, with the draft.

@@ -22,7 +22,7 @@ from qspec_jax.decoding.state import DecodeState
 from qspec_jax.drafts.cascade import CascadeDraft
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.eagle3 import Eagle3Draft, FedBack
-from qspec_jax.drafts.step_bytes import cache_bytes_of_step, devices_of, head_step_bytes, step_bytes, weight_bytes
+from qspec_jax.drafts.step_bytes import cache_bytes_of_step, devices_of, step_bytes, weight_bytes
 from qspec_jax.drafts.stepwise import StepwiseDraft
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.viewed import ViewedModel
@@ -32,7 +32,8 @@ from qspec_jax.progress import working
 @dataclasses.dataclass(frozen=True)
 class TimedStep:
     """A step to be timed: tokens, cache, state = function(tokens, cache, state, *inputs), where the state is the draft's in a step of the
-    draft. seconds: about how long it takes. bytes: what it must read on the device (0: not counted). host_bytes: what it copies to it."""
+    draft. seconds: about how long it takes. bytes: what it must read on the device (0: not counted). host_bytes: what it copies to it.
+    of_draft: whether it is a step of the draft; no other needs the draft's state, and without it drafts share the program."""
 
     name: str
     function: Callable
@@ -40,19 +41,15 @@ class TimedStep:
     seconds: float
     bytes: int = 0
     host_bytes: int = 0
+    of_draft: bool = False
 
     @property
     def trips(self) -> int:
         return loop_trips(self.seconds)
 
-    @property
-    def drafts(self) -> bool:
-        """Whether it is a step of the draft. No other needs the draft's state, and without it drafts share the program."""
-        return self.function in (_drafted, _of_middle, _of_head)
-
     def kept(self, state: Any) -> Any:
         """What the loop has of the draft's state."""
-        return state if self.drafts else ()
+        return state if self.of_draft else ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +77,13 @@ class StepsOfRound:
         proposals = jnp.broadcast_to(proposal[:, None], (B, self.gamma, proposal.shape[-1]))
         steps = [self._verification(lengths, observed=draft is not None and draft.observes)]
         if isinstance(draft, StepwiseDraft):
-            steps.append(self._draft_step("draft", _drafted, lengths, draft))
+            steps.append(self._step("draft", _drafted, (lengths, draft), self._bytes_of(draft, 1), of_draft=True))
         if isinstance(draft, CascadeDraft):
-            steps.append(self._draft_step("middle", _of_middle, lengths, draft, draft.middle))
-        if isinstance(head := _head_of(draft), Eagle3Draft):
-            steps.append(self._step("head", _of_head, (draft,), head_step_bytes(head, self.context, batch=self.batch_size)))
+            size = self._bytes_of(draft.middle, draft.at_once(self.gamma) + 1)
+            steps.append(self._step("middle", _of_middle, (lengths, draft), size, of_draft=True))
+        if isinstance(head := _first_or_itself(draft), Eagle3Draft):
+            size = head.step_bytes(self.context, batch=self.batch_size)
+            steps.append(self._step("head", _of_head, (draft,), size, of_draft=True))
         # Goes through the logits a few times.
         seconds = max(5e-5, self.bandwidth.seconds(4 * logits.nbytes))
         steps.append(TimedStep("sampling", _sampled, (self.sampler, logits, proposals, eligible, keys, positions), seconds))
@@ -99,14 +98,14 @@ class StepsOfRound:
     ) -> dict[str, StepTiming]:
         """Times every step. programs: the loop of each, by its name, and its trips. The state's cache and its draft's state are spent: a
         step overwrites what the one before wrote, and flushes move its buffer."""
-        tokens, cache, drafts = jnp.zeros((self.batch_size, self.gamma + 1), jnp.int32), state.cache, state.draft
+        tokens, cache, of_draft = jnp.zeros((self.batch_size, self.gamma + 1), jnp.int32), state.cache, state.draft
         shown = dataclasses.replace(state, cache=state.cache.rollback(jax.tree.map(jnp.copy, state.cache.lengths)))
         timings = {}
         for step in self.of(shown, draft):
-            carry = tokens, cache, step.kept(drafts)
+            carry = tokens, cache, step.kept(of_draft)
             with working(f"timing the step {step.name}"):
                 timing, (tokens, cache, kept) = time_loop(*programs[step.name], carry, step.inputs, repeats=repeats)
-            drafts = kept if step.drafts else drafts
+            of_draft = kept if step.of_draft else of_draft
             share = self.bandwidth.seconds(step.bytes, step.host_bytes) * 1e6 / timing.median_us
             timings[step.name] = StepTiming(timing, step.bytes, share, step.host_bytes)
         return timings
@@ -115,18 +114,15 @@ class StepsOfRound:
         size, copied = target_bytes(self.target.model, self.shapes, self.context + self.gamma + 1, self.batch_size, self.gamma + 1)
         return self._step("target", _verified_and_observed if observed else _verified, (lengths, self.target), size, copied)
 
-    def _draft_step(
-        self, name: str, function: Callable, lengths: Lengths, draft: Draft, stepwise: StepwiseDraft | None = None
-    ) -> TimedStep:
-        """A step of a draft, or of one that it is made of."""
-        tokens, stepwise = self.context + 1, stepwise or draft
-        _, copied = cache_bytes_of_step(stepwise, self.shapes, tokens)
-        # The bytes of a step that copies something of the target's cache from host memory are not counted.
-        size = 0 if copied else step_bytes(stepwise, self.cache_config, tokens, batch=self.batch_size, on_device=True)
-        return self._step(name, function, (lengths, draft), size)
+    def _bytes_of(self, draft: StepwiseDraft, new_tokens: int) -> int:
+        """What a step of `new_tokens` tokens of each row must read; 0 where it copies something of the target's cache from host memory."""
+        tokens = self.context + new_tokens
+        _, copied = cache_bytes_of_step(draft, self.shapes, tokens)
+        sizes = dict(batch=self.batch_size, new_tokens=new_tokens, on_device=True)
+        return 0 if copied else step_bytes(draft, self.cache_config, tokens, **sizes)
 
-    def _step(self, name: str, function: Callable, inputs: tuple, size: int, host_bytes: int = 0) -> TimedStep:
-        return TimedStep(name, function, inputs, max(5e-5, self.bandwidth.seconds(size, host_bytes)), size, host_bytes)
+    def _step(self, name: str, function: Callable, inputs: tuple, size: int, host_bytes: int = 0, *, of_draft: bool = False) -> TimedStep:
+        return TimedStep(name, function, inputs, max(5e-5, self.bandwidth.seconds(size, host_bytes)), size, host_bytes, of_draft)
 
 
 def _verified(tokens, cache, state, lengths, target):
@@ -149,15 +145,15 @@ def _of_middle(tokens, cache, state, lengths, draft):
     return tokens, cache, (first, middle)
 
 
-def _head_of(draft):
-    """The draft that may be one of a head: of a cascade the first."""
+def _first_or_itself(draft):
+    """A cascade's first draft, or the draft itself."""
     return draft.first if isinstance(draft, CascadeDraft) else draft
 
 
 def _of_head(tokens, cache, state, draft):
     own_state, *others = state if isinstance(draft, CascadeDraft) else (state,)
     own, before = own_state.own, own_state.own.cache.lengths
-    logits, fed_back = _head_of(draft).step(tokens[:, :1], own.position[:, None], FedBack(own.cache, own_state.hidden[:, :1]))
+    logits, fed_back = _first_or_itself(draft).next_pass(tokens[:, :1], own.position[:, None], FedBack(own.cache, own_state.hidden[:, :1]))
     tokens = tokens.at[:, 0].set(jnp.argmax(logits[:, 0], -1).astype(jnp.int32))
     own = dataclasses.replace(own, cache=fed_back.cache.rollback(before))
     own_state = dataclasses.replace(own_state, own=own, hidden=own_state.hidden.at[:, :1].set(fed_back.hidden))

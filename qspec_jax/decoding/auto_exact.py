@@ -52,8 +52,8 @@ def exact_of_rows(
 ) -> str:
     """What exact "auto" is for rows that are decoded together. On a GPU one line is logged, at INFO, with the choice.
 
-    It is "bits" for a single greedy prompt that can have them. Rows of a batch would be read one after the other, and linear layers of more
-    than 128 rows would be slower, or with INT4 and nested weights of more than 8 (docs/exact.md).
+    It is "bits" for a single greedy prompt that can have them. Prompts of a batch would be read one after the other, and passes of many
+    rows would be slower, most of all with INT4 and nested weights (docs/exact.md).
 
     Args:
         model, draft: of the rows; the model may be an outline.

@@ -22,7 +22,18 @@ from pallas_kernels.attention.support import MAX_ROUND_TOKENS
 from pallas_kernels.formats.kv_cache import HeldKeys
 from pallas_kernels.formats.views import View
 from qspec_jax.caches.cache import AppendedCache, Cache, longer
-from qspec_jax.drafts.draft import Draft, DraftSettings, Prompt, Proposal, Proposes, Round, RoundResult, State, Verdicts, of_accepted
+from qspec_jax.drafts.draft import (
+    AcceptanceCounts,
+    Draft,
+    DraftSettings,
+    Prompt,
+    Proposal,
+    Proposes,
+    Round,
+    RoundResult,
+    State,
+    of_accepted,
+)
 from qspec_jax.drafts.draft_of_two import DraftOfTwo, SettingsOfTwo
 from qspec_jax.drafts.prompt_lookup import PromptLookupSettings
 from qspec_jax.drafts.sparse import SparseSettings
@@ -97,8 +108,8 @@ class CascadeDraft(DraftOfTwo):
         return first, self.middle.begin_again(state[1], prompt.asked(self.middle), unchanged)
 
     def _prompt(self, prompt: Prompt) -> Prompt:
-        """The prompt for drafts whose blocks extend beyond the round."""
-        # One that begins with the round's last draft does, or after it in a row that waits for others.
+        """The prompt for drafts of blocks, the last of which may extend beyond the round."""
+        # A block may begin with the round's last draft, or after it in a row that waits for others.
         return dataclasses.replace(prompt, beyond=prompt.beyond + self.first_gamma)
 
     def propose(self, state: State, cache: Cache, current: Round) -> tuple[Proposal, State, Cache]:
@@ -128,8 +139,7 @@ class CascadeDraft(DraftOfTwo):
             new = jnp.where(of_first, jnp.roll(block, -1, 1), own_token[:, None])
             came = jnp.where(done < current.eligible, accepted + 1, 0)
             drafted, accepted_drafts = jnp.where(came > 0, drafts.eligible, 0), jnp.minimum(accepted, came)
-            rejected = (came > 0) & (accepted < drafts.eligible)
-            inner += Verdicts(drafted, accepted_drafts, rejected.astype(drafted.dtype))
+            inner += AcceptanceCounts.of_pass(came > 0, drafts.eligible, accepted)
             if self.first.independent:  # another's state says what it reads in the whole round
                 kept = of_accepted(features, came)
                 result = RoundResult(new, came, drafted, accepted_drafts, jnp.zeros_like(came), features=kept)
@@ -146,7 +156,7 @@ class CascadeDraft(DraftOfTwo):
         done = jnp.zeros_like(current.eligible)
         began, drafts, stepped = first_drafts(state[0], stepped, tokens, done)
         within = self.first.within_round(began, width)
-        carry = done, tokens, distributions, jnp.zeros_like(tokens), stepped, within, drafts, Verdicts.none(len(done))
+        carry = done, tokens, distributions, jnp.zeros_like(tokens), stepped, within, drafts, AcceptanceCounts.none(len(done))
         _, tokens, distributions, by, stepped, *_, inner = lax.while_loop(
             lambda carry: (carry[0] < current.eligible).any(), inner_round, carry
         )

@@ -76,7 +76,8 @@ class Prompt:
             or they are not known.
         capacity: the maximum number of tokens of a row, the generated ones included.
         gamma: the maximum number of drafts in a round.
-        beyond: how many tokens it may draft beyond these, which none of them will be.
+        beyond: tokens that a draft may append to a cache of its own in a round beyond gamma: a cascade's last block may begin with the
+            round's last draft. None of them is proposed.
         width: columns of `tokens` in use: the longest prompt of this call, rounded up (`bucket`); the rest is padding. None: all.
     """
 
@@ -93,7 +94,7 @@ class Prompt:
 
     @property
     def appended(self) -> int:
-        """The most tokens that a draft appends to a cache of its own in a round."""
+        """The maximum number of tokens that a draft appends in a round to a cache of its own."""
         return self.gamma + self.beyond
 
     def are_queries(self, count: int) -> Bool[Array, "B Q"]:
@@ -110,8 +111,8 @@ class Prompt:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Verdicts:
-    """What passes over drafts accepted.
+class AcceptanceCounts:
+    """How many drafts were accepted in passes that verify some.
 
     Attributes:
         drafted: drafts, those after a rejected one too.
@@ -126,6 +127,12 @@ class Verdicts:
     @classmethod
     def none(cls, batch: int) -> Self:
         return cls(*3 * (jnp.zeros(batch, jnp.int32),))
+
+    @classmethod
+    def of_pass(cls, active: Bool[Array, "B"], eligible: Int[Array, "B"], accepted: Int[Array, "B"]) -> Self:
+        """Of one pass: in the rows that took part, of the drafts that they could use."""
+        found = eligible, accepted, (accepted < eligible).astype(jnp.int32)
+        return cls(*(jnp.where(active, count, 0) for count in found))
 
     def __add__(self, other: Self) -> Self:
         return jax.tree.map(jnp.add, self, other)
@@ -143,7 +150,7 @@ class Proposal:
         foreseen: the value of `eligible` before the first token of the round was drawn; None: all that the round allows. A choice between
             two drafts may depend on it, but not on `eligible`, which may have fallen because of a token that was drawn.
         by: whose token each is, an index of `Draft.proposers()`; None: the first one's. Only traces use it.
-        inner: of a cascade, its middle's verdicts on its first draft's tokens. Only measurements use it.
+        inner: of a cascade, what its middle accepted of its first draft's tokens; `combine` leaves it out. Only measurements use it.
     """
 
     tokens: Int[Array, "B gamma"]
@@ -151,7 +158,7 @@ class Proposal:
     eligible: Int[Array, "B"]
     foreseen: Int[Array, "B"] | None = None
     by: Int[Array, "B gamma"] | None = None
-    inner: Verdicts | None = None
+    inner: AcceptanceCounts | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -321,9 +328,11 @@ class Draft(abc.ABC):
         """The state after a round. cache: the target's, after the round's flush."""
         return state
 
-    def within_round(self, state: State, most: int) -> State:
-        """The state, after it has proposed, as a cascade has it within a round, of which it keeps none: each `commit` then is of at most
-        `most` tokens, in as many columns, and so each later `propose` reads no more."""
+    def within_round(self, state: State, max_tokens: int) -> State:
+        """The state, after it has proposed, for the rest of a cascade's round, at whose end it is dropped.
+
+        max_tokens: the maximum number of tokens, and the columns, of each later `commit`; arrays for those of a whole round may be cut.
+        """
         return state
 
     def read_in_round(self, state: State, cache: Cache) -> tuple[View | HeldKeys, ...] | None:

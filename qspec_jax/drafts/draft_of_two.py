@@ -75,8 +75,8 @@ class DraftOfTwo(Draft):
     def commit(self, state: State, result: RoundResult, cache: Cache) -> State:
         return tuple(part.commit(own, result, cache) for part, own in zip(self.parts, state, strict=True))
 
-    def within_round(self, state: State, most: int) -> State:
-        return tuple(part.within_round(own, most) for part, own in zip(self.parts, state, strict=True))
+    def within_round(self, state: State, max_tokens: int) -> State:
+        return tuple(part.within_round(own, max_tokens) for part, own in zip(self.parts, state, strict=True))
 
     def in_prefill(self) -> Self:
         return self._changed(lambda part: part.in_prefill())

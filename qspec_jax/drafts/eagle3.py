@@ -19,13 +19,15 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.formats.kv_cache import Lengths
 from pallas_kernels.formats.views import FULL_PRECISION
 from pallas_kernels.formats.weights import Int8Weight
-from qspec_jax.caches.cache import AppendedCache, Cache, where_rows
+from qspec_jax.caches.cache import AppendedCache, Cache, Reads, where_rows
+from qspec_jax.caches.compact import CompactCache
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.eagle3 import load_head
 from qspec_jax.checkpoints.random_head import random_head
 from qspec_jax.drafts.draft import Draft, Prompt, Proposal, Proposes, Round, RoundResult, Taps
 from qspec_jax.drafts.kept_features import KeptFeatures
 from qspec_jax.drafts.own_cache import Window
+from qspec_jax.drafts.step_bytes import bytes_of
 from qspec_jax.drafts.stepwise import propose_by_steps
 from qspec_jax.errors import InputError
 from qspec_jax.models.block import Weight
@@ -103,6 +105,17 @@ class Eagle3Draft(Draft):
     def made_for(self) -> tuple[tuple[str, int], ...]:
         return ("vocab_size", self.head.config.vocab_size), ("hidden_size", self.head.settings.target_hidden_size)
 
+    def window_bytes(self, reads: Reads) -> int:
+        """Bytes of these keys and values of a row, in all layers of the head. Its window is no sliding window of the cache."""
+        config = dataclasses.replace(self.head.config, sliding_layers=(), sliding_window=None)
+        cache = CompactCache.outline(config, "full")
+        return sum(cache.bytes_of_reads(layer, reads)[0] for layer in range(config.num_layers))
+
+    def step_bytes(self, tokens: int, *, batch: int = 1) -> int:
+        """The bytes that a pass over one token of each row must read after texts of `tokens` tokens. It fuses no features."""
+        window = self.window_bytes(Reads(0, 0, min(tokens, self.sinks + self.window)))
+        return bytes_of(self.head.step_weights()) + batch * window
+
     def begin(self, prompt: Prompt) -> HeadState:
         head, taps, zeros = self.head, self.taps, jnp.zeros_like(prompt.n)
         none = KeptFeatures.none(len(zeros), taps.first + taps.last, head.config.hidden_size, head.dtype, sinks=self.sinks)
@@ -159,7 +172,7 @@ class Eagle3Draft(Draft):
 
         def step(tokens, positions, carried):
             # The pair of a token is at the position before it.
-            return self.step(tokens, own.position[:, None] + positions - current.position[:, None] - 1, carried)
+            return self.next_pass(tokens, own.position[:, None] + positions - current.position[:, None] - 1, carried)
 
         carried = FedBack(own.cache, hidden)
         proposal, carried = propose_by_steps(step, carried, current, first=head.in_targets_vocabulary(first[:, 0]))
@@ -169,15 +182,15 @@ class Eagle3Draft(Draft):
         proposal = dataclasses.replace(proposal, eligible=jnp.where(knows, proposal.eligible, 0), foreseen=foreseen)
         return proposal, dataclasses.replace(state, own=own, count=state.count - count), cache
 
-    def step(self, tokens: Int[Array, "B 1"], at: Int[Array, "B 1"], fed_back: FedBack) -> tuple[Float[Array, "B 1 V"], FedBack]:
+    def next_pass(self, tokens: Int[Array, "B 1"], at: Int[Array, "B 1"], fed_back: FedBack) -> tuple[Float[Array, "B 1 V"], FedBack]:
         """A pass over the pair of each row's token and what the pass before fed back, at these positions: the logits, and what it feeds
         back."""
         logits, hidden, cache = self.head(fed_back.hidden, tokens, at, fed_back.cache, view=FULL_PRECISION)
         return self.head.in_targets_vocabulary(logits), FedBack(cache, hidden)
 
-    def within_round(self, state: HeadState, most: int) -> HeadState:
-        # What the pairs to read are is left to commit, since the row has read them all.
-        return dataclasses.replace(state, hidden=state.hidden[:, :most], tokens=state.tokens[:, :most])
+    def within_round(self, state: HeadState, max_tokens: int) -> HeadState:
+        # A row that runs has read its pairs, and `commit` puts others there; one that has ended reads none.
+        return dataclasses.replace(state, hidden=state.hidden[:, :max_tokens], tokens=state.tokens[:, :max_tokens])
 
     def commit(self, state: HeadState, result: RoundResult, cache: Cache) -> HeadState:
         came, more = (result.count > 0)[:, None], state.hidden.shape[1] - result.tokens.shape[1]

@@ -10,20 +10,25 @@ from qspec_jax.caches.cache import Cache, Reads
 from qspec_jax.caches.host_memory import in_host
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.drafts.draft import Draft
-from qspec_jax.drafts.eagle3 import Eagle3Draft
 from qspec_jax.drafts.stepwise import ModelDraft
 from qspec_jax.models.experts import is_expert_matrix
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.sharding import mesh_of
 from qspec_jax.models.skipping import NO_LAYERS, Skipped
 
-OF_FEATURES = ("fc", "fc_norms", "input_norm")  # the weights of a head that fuse features
 # bfloat16: queries, buffers, full caches, scales and zeros.
 ITEM_BYTES = 2
 
 
 def step_bytes(
-    draft: Draft, cache: CacheConfig, tokens: int, *, batch: int = 1, max_item_bytes: int = 8, on_device: bool = False
+    draft: Draft,
+    cache: CacheConfig,
+    tokens: int,
+    *,
+    batch: int = 1,
+    new_tokens: int = 1,
+    max_item_bytes: int = 8,
+    on_device: bool = False,
 ) -> int | None:
     """The bytes that a draft's step must read on the device: its weights, and keys and values. None for a draft that is no `ModelDraft`.
 
@@ -32,23 +37,15 @@ def step_bytes(
         cache: the target's.
         tokens: that the target's cache would hold in each row, the one that the step appends included.
         batch: rows, which share the weights.
+        new_tokens: of each row, if the step has several.
         max_item_bytes, on_device: see `bytes_of`.
     """
     if not isinstance(draft, ModelDraft):
         return None
     model = draft.step.model
-    of_weights = weight_bytes(model, rows=batch, skipped=skipped_by(draft), max_item_bytes=max_item_bytes, on_device=on_device)
+    of_weights = weight_bytes(model, rows=batch * new_tokens, skipped=skipped_by(draft), max_item_bytes=max_item_bytes, on_device=on_device)
     read, _ = cache_bytes_of_step(draft, cache.outline(model.config, tokens), tokens)
     return of_weights + batch * read // (devices_of(model) if on_device else 1)
-
-
-def head_step_bytes(draft: Eagle3Draft, tokens: int, *, batch: int = 1) -> int:
-    """The bytes that a single-token step of a head must read: the weights of its layers and of what makes its logits, and the keys and
-    values of its window. It fuses no features. tokens: of each row's text."""
-    head = draft.head
-    weights = {path: weight for path, weight in head.weights().items() if path != "embedding" and path.partition(".")[0] not in OF_FEATURES}
-    c, read = head.config, min(tokens, draft.sinks + draft.window)
-    return bytes_of(weights) + batch * read * c.num_layers * 2 * c.num_kv_heads * c.head_dim * head.dtype.itemsize
 
 
 def cache_bytes_of_step(draft: ModelDraft, cache: Cache, tokens: int) -> tuple[int, int]:

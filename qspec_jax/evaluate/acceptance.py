@@ -21,7 +21,7 @@ from qspec_jax.decoding.requests import check_draft_room, checked_prompts
 from qspec_jax.decoding.sampling import Sampler, make_sampler, prompt_keys
 from qspec_jax.decoding.traced_rounds import Records
 from qspec_jax.decoding.tracing import DecodedRow, trace_of
-from qspec_jax.drafts.draft import Draft
+from qspec_jax.drafts.draft import AcceptanceCounts, Draft
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.walk import WALK, traced_walk
 from qspec_jax.models.llama import Llama
@@ -212,23 +212,18 @@ class _Forced:
             counts, sums = jax.device_get((state.counts, sums))
         accepted, drafted, rounds = (int(count.sum()) for count in (counts.accepted, counts.drafted, counts.rounds))
         rate, error = ratio(counts.accepted, counts.accepted + sums.rejected)
-        inner, inner_counts = (None, None), (None, None)
-        if sums.inner is not None:
-            inner = ratio(sums.inner.accepted, sums.inner.accepted + sums.inner.rejected)
-            inner_counts = int(sums.inner.accepted.sum()), int(sums.inner.drafted.sum())
         return Acceptance(
-            accepted / drafted if drafted else None,
-            1 + accepted / rounds,
-            rate,
-            accepted,
-            drafted,
-            rounds,
-            self.new * len(self.real),
-            repeated_ngrams(self.real[:, : self.new].tolist()),
-            error,
-            None if sums.covered is None else float(sums.covered.sum() / (counts.accepted + counts.rounds).sum()),
-            *inner,
-            *inner_counts,
+            acceptance_rate=accepted / drafted if drafted else None,
+            mean_acceptance_length=1 + accepted / rounds,
+            conditional_rate=rate,
+            accepted=accepted,
+            drafted=drafted,
+            rounds=rounds,
+            new_tokens=self.new * len(self.real),
+            repeated_ngrams=repeated_ngrams(self.real[:, : self.new].tolist()),
+            conditional_error=error,
+            covered=None if sums.covered is None else float(sums.covered.sum() / (counts.accepted + counts.rounds).sum()),
+            **_of_inner(sums.inner),
         )
 
     def _trace(self, records: Records) -> Trace:
@@ -262,6 +257,14 @@ def _set_up(
     sampler, limits = make_sampler(config), make_limits(model, *[config] * len(prompts), tokenizer=tokenizer)
     # Layer by layer: one program for all layers, and for all drafts, takes a fraction of the time to compile.
     return engine, sampler, limits, engine.prefill_of(prompts, sampler, prompt_keys(key, len(prompts)), limits, layers=1)
+
+
+def _of_inner(counts: AcceptanceCounts | None) -> dict[str, float | int | None]:
+    """The fields of an `Acceptance` that say what a cascade's middle accepted."""
+    if counts is None:
+        return {}
+    rate, error = ratio(counts.accepted, counts.accepted + counts.rejected)
+    return dict(inner_rate=rate, inner_error=error, inner_accepted=int(counts.accepted.sum()), inner_drafted=int(counts.drafted.sum()))
 
 
 def ratio(parts: Int[np.ndarray, "B"], wholes: Int[np.ndarray, "B"]) -> tuple[float | None, float | None]:

@@ -155,9 +155,10 @@ class AcceptanceReport(Run):
 
     def table(self) -> Table:
         """A table with a line for every draft, context, gamma, temperature and mode."""
+        cascades = any(row.get("inner_rate") is not None for row in self.results)
         columns = (
             *("draft", "context", "gamma", "temper-\nature", "mode", "accepted /\ndrafted", "given those\nbefore"),
-            *(("its first\ndraft's",) if (cascades := any(row.get("inner_rate") is not None for row in self.results)) else ()),
+            *(("inner, given\nthose before",) if cascades else ()),
             "covered",
             *("MB a\ndraft", "of the\ncache", "tokens\na round", "drafted", "repeated\n8-grams"),
         )
@@ -171,7 +172,7 @@ class AcceptanceReport(Run):
             "of the cache: keys and values that a draft reads, as a share of the bytes of a whole upper plane and buffer."
         )
         if cascades:
-            found.caption = f"its first draft's: of a cascade, the same of these by its middle.\n{found.caption}"
+            found.caption = f"inner: of a cascade's first draft, as its middle accepts it.\n{found.caption}"
         if any(row.get("conditional_error") is not None for row in self.results):
             found.caption = f"+-: standard error over texts. {found.caption}"
         for row in self.results:

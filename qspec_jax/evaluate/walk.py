@@ -19,7 +19,7 @@ from qspec_jax.decoding.round import CurrentRound, Verdict, current_round, feed,
 from qspec_jax.decoding.sampling import Sampler
 from qspec_jax.decoding.state import DecodeState
 from qspec_jax.decoding.traced_rounds import Judged, Records, RoundStart, Tally, timed, with_chances
-from qspec_jax.drafts.draft import Draft, Proposal, RoundResult, Verdicts, of_accepted
+from qspec_jax.drafts.draft import AcceptanceCounts, Draft, Proposal, RoundResult, of_accepted
 from qspec_jax.evaluate.coverage import WatchedCache
 from qspec_jax.models.viewed import Step
 
@@ -50,11 +50,11 @@ class Walked:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """Sums over the rounds of each row: of those that rejected a draft, of `Walked.covered`, and of the verdicts within a cascade."""
+    """Sums over the rounds of each row: of those that rejected a draft, of `Walked.covered`, and of what a cascade's middle accepted."""
 
     rejected: Int[Array, "B"]
     covered: Float[Array, "B"] | None
-    inner: Verdicts | None
+    inner: AcceptanceCounts | None
 
     def __add__(self, other: Self) -> Self:
         return jax.tree.map(jnp.add, self, other)
@@ -76,7 +76,7 @@ def _walk(
 
     nothing = jnp.zeros_like(state.emitted)
     covered = None if jax.eval_shape(lambda: _chosen(draft, state)) is None else nothing.astype(jnp.float32)
-    inner = Verdicts.none(len(nothing)) if draft.verifies else None
+    inner = AcceptanceCounts.none(len(nothing)) if draft.verifies else None
     return lax.while_loop(walking, step, (state, Sums(nothing, covered, inner)))
 
 

@@ -103,6 +103,15 @@ class Eagle3Head(nnx.Module):
         """The head with other weights, by their paths, in any format that `linear` takes."""
         return Eagle3Head(self.settings, lambda path, shape: weights[path])
 
+    def fusing_weights(self) -> dict[str, Weight]:
+        """Those that fuse features."""
+        return {path: weight for path, weight in self.weights().items() if path.partition(".")[0] in ("fc", "fc_norms", "input_norm")}
+
+    def step_weights(self) -> dict[str, Weight]:
+        """Those that a pass reads besides: not the embedding, of which it reads a row for each token."""
+        left_out = {"embedding", *self.fusing_weights()}
+        return {path: weight for path, weight in self.weights().items() if path not in left_out}
+
     @property
     def config(self) -> LlamaConfig:
         """The configuration of the head's own layers, for which its cache is made."""
@@ -139,7 +148,7 @@ class Eagle3Head(nnx.Module):
         *,
         view: View | tuple[View, ...],
         only: Int[Array, "B"] | None = None,
-    ) -> tuple[Float[Array, "B T draft"], Float[Array, "B T D"], AttendingCache]:
+    ) -> tuple[Float[Array, "B N draft"], Float[Array, "B N D"], AttendingCache]:
         """One pass of the head over T tokens per row.
 
         Args:
@@ -148,7 +157,7 @@ class Eagle3Head(nnx.Module):
             positions: by which queries and keys are rotated.
             cache: of `config`; it holds the positions before.
             view: the part of the cache that is read, for all layers or for each.
-            only: of each row the one token that logits and a hidden state are returned of. None: of all.
+            only: the column of each row whose logits and hidden state are returned, so that N is 1; None: those of all T.
 
         Returns:
             Logits (at least float32) of the head's own vocabulary, of the tokens that follow `tokens`; the hidden states to give the pass

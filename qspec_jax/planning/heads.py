@@ -1,19 +1,16 @@
 """What passes of an EAGLE-3 head read and take, and the memory that it holds, known from its shape alone.
 
-No head has been timed on a GPU. A layer of a head is counted as one of a target, with its own weights or with INT4 matmuls of a launch
-each; what makes its logits, and what fuses features, by their bytes and FLOPs.
+No pass of a head has been timed by itself on a GPU. A layer of a head is counted as one of a target, with its own weights or with INT4
+matmuls of a launch each; what makes its logits, and what fuses features, by their bytes and FLOPs.
 """
 
-import dataclasses
 from collections import Counter
 
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight
 from qspec_jax.caches.cache import Reads
-from qspec_jax.caches.compact import CompactCache
 from qspec_jax.drafts.eagle3 import Eagle3Draft
 from qspec_jax.drafts.sink_window import tokens_of_sinks
-from qspec_jax.drafts.step_bytes import ITEM_BYTES, OF_FEATURES, bytes_of
-from qspec_jax.models.config import LlamaConfig
+from qspec_jax.drafts.step_bytes import ITEM_BYTES, bytes_of
 from qspec_jax.models.eagle3 import Eagle3Head
 from qspec_jax.planning.devices import Device
 from qspec_jax.planning.operations import Work, linear_shapes
@@ -24,7 +21,7 @@ def head_cost(device: Device, draft: Eagle3Draft, *, context: int, batch: int, t
     """A pass of the head over `tokens` pairs of each row, after a text of `context` tokens, without fusing features."""
     head, rows = draft.head, batch * tokens
     config, reads = head.config, Reads(0, 0, min(context, draft.sinks + draft.window) + tokens)
-    weights = {path: weight for path, weight in head.weights().items() if path != "embedding" and not _fuses(path)}
+    weights = head.step_weights()
     in_int4 = {path for path, weight in weights.items() if isinstance(weight, Int4Weight)}
     own = Work(
         2.0 * rows * _numbers(head),
@@ -35,7 +32,7 @@ def head_cost(device: Device, draft: Eagle3Draft, *, context: int, batch: int, t
     # Two norms, RoPE, the gated activation.
     counts = Counter({"launch_small": 4 * config.num_layers} if in_int4 else {layer: config.num_layers})
     counts["layer_batch"] = (batch - 1) * config.num_layers
-    cost = Cost(roofline(device, own) + batch * _cache_bytes(config, reads) / device.read_bytes_per_s, counts)
+    cost = Cost(roofline(device, own) + batch * draft.window_bytes(reads) / device.read_bytes_per_s, counts)
     for out, inputs in (shape for i in range(config.num_layers if in_int4 else 0) for shape in _shapes(head, i)):
         cost += int4_matmul_cost(device, out, inputs, rows)
     return cost + config.num_layers * attention_cost(device, config, reads, 1, batch=batch, tokens=tokens)
@@ -44,7 +41,7 @@ def head_cost(device: Device, draft: Eagle3Draft, *, context: int, batch: int, t
 def fusing_cost(device: Device, draft: Eagle3Draft, *, batch: int, tokens: int) -> Cost:
     """Fusing the target's features of `tokens` tokens of each row into what a pass of the head is given."""
     settings, rows = draft.head.settings, batch * tokens
-    weights = {path: weight for path, weight in draft.head.weights().items() if _fuses(path)}
+    weights = draft.head.fusing_weights()
     numbers = settings.layers.hidden_size * settings.feature_size
     activations = rows * ITEM_BYTES * (settings.layers.hidden_size + settings.feature_size)
     return Cost(roofline(device, Work(2.0 * rows * numbers, bytes_of(weights), activations)))
@@ -69,18 +66,7 @@ def head_memory(draft: Eagle3Draft, *, batch: int, appended: int) -> int:
         weights.pop("head")
     held = Reads(0, 0, draft.sinks + draft.window + tokens_of_sinks(draft.sinks) + appended)
     features = ITEM_BYTES * (draft.taps.first + draft.taps.last) * head.config.hidden_size
-    return bytes_of(weights) + batch * (_cache_bytes(head.config, held) + features)
-
-
-def _cache_bytes(config: LlamaConfig, reads: Reads) -> int:
-    """Bytes of these keys and values of a row, in all layers of a head. Its window is no sliding window of the cache."""
-    cache = CompactCache.outline(dataclasses.replace(config, sliding_layers=(), sliding_window=None), "full")
-    return sum(cache.bytes_of_reads(layer, reads)[0] for layer in range(config.num_layers))
-
-
-def _fuses(path: str) -> bool:
-    """Whether a weight is one of those that fuse the target's features."""
-    return path.partition(".")[0] in OF_FEATURES
+    return bytes_of(weights) + batch * (draft.window_bytes(held) + features)
 
 
 def _shapes(head: Eagle3Head, layer: int) -> list[tuple[int, int]]:

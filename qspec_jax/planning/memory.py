@@ -43,7 +43,7 @@ def memory_of(
     config: LlamaConfig, cache: CacheConfig, drafts: Sequence[OutlinedDraft], *, batch: int, context: int, new_tokens: int, gamma: int
 ) -> Memory:
     """The memory that decoding takes, all prompts prefilled at once, in bfloat16. drafts: all that a round may ask."""
-    parts = [(part, gamma + each.beyond_gamma) for each in drafts for part in each.parts]
+    parts = [(part, gamma + each.beyond) for each in drafts for part in each.parts]
     steps = [(part, appended) for part, appended in parts if part.model is not None]
     shared = [each for each, _ in steps if not each.model.own_model]
     # Drafts of the target's own model have its INT4 weights in common, and those that step the same layers their head too.

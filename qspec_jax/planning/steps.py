@@ -90,8 +90,8 @@ class OutlinedDraft:
         return self.levels or (self,)
 
     @property
-    def beyond_gamma(self) -> int:
-        """Tokens that the caches of its drafts have room for beyond those of a round, since a cascade's blocks may extend beyond it."""
+    def beyond(self) -> int:
+        """`Prompt.beyond` of its drafts."""
         return self.draft.first_gamma if isinstance(self.draft, CascadeDraft) else 0
 
     def with_first_gamma(self, first_gamma: int) -> Self:
