@@ -13,6 +13,7 @@ from qspec_jax.checkpoints.weights_text import WeightsChoice
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.reading import prefill
+from qspec_jax.decoding.saving import load_state, save_state
 from qspec_jax.drafts import make_draft
 from qspec_jax.errors import InputError
 from qspec_jax.planning.operations import model_bytes
@@ -79,3 +80,11 @@ def test_an_eagle3_head_reads_it():
     config = GenerationConfig(draft=draft, cache="int8", group_size=16, max_new_tokens=24, num_speculative_tokens=3, ignore_eos=True)
     out, alone = (generate(target, [[1, 2, 3] * 9], config=with_draft(config, each)) for each in (draft, "none"))
     assert out.token_ids == alone.token_ids
+
+
+def test_a_state_of_such_a_model_is_saved(tmp_path):
+    target, prompt = quantize_embedding(random_model(jnp.float32, tie_word_embeddings=False)), [1, 2, 3] * 9
+    config = GenerationConfig(draft="none", cache="int8", group_size=8, max_new_tokens=8, ignore_eos=True)
+    save_state(prefill(target, prompt, config=config), tmp_path / "state")
+    state = load_state(tmp_path / "state", target)
+    assert generate(target, [state], config=config).token_ids == generate(target, [prompt], config=config).token_ids

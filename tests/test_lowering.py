@@ -33,10 +33,19 @@ def test_flush(head_dim, scheme):
     assert "mosaic_gpu" in lowered(flush)
 
 
-@pytest.mark.parametrize("rows", [1, 40, 100, 320])
+@pytest.mark.parametrize("rows", [1, 40, 100, 165, 320])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_plain_matmul(rows, dtype):
     from pallas_kernels.matmul import mosaic_plain
 
     x, weight = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((rows, 4096), (6144, 4096)))
     assert "mosaic_gpu" in lowered(lambda x, weight: mosaic_plain.skinny_matmul(x, [weight], dtype=dtype), x, weight)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 9, 165])
+def test_gated_matmul(rows):
+    """Whatever the rows leave of a tile of 8."""
+    from pallas_kernels.matmul import mosaic_plain
+
+    x, weight = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((rows, 4096), (14336, 4096)))
+    assert "mosaic_gpu" in lowered(mosaic_plain.gated_matmul, x, weight, weight)

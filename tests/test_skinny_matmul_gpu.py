@@ -2,10 +2,14 @@
 
 import functools
 import itertools
+import json
 import math
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import jax
@@ -437,7 +441,7 @@ def test_outputs_of_the_plain_kernel_differ_between_devices():
     ],
 )
 def test_the_emulated_plain_kernel_with_many_rows(capfd, rows, inputs, outputs, kind, config, races):
-    """One block a cluster: the emulator has a core for each warpgroup of a cluster."""
+    """One block a cluster, since the emulator wants a core for each warpgroup of one; for others see the next test."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     if jax.default_backend() != "cpu" or jax.__version_info__ < (0, 11):
@@ -456,6 +460,20 @@ def test_the_emulated_plain_kernel_with_many_rows(capfd, rows, inputs, outputs, 
     else:
         most = max(relative_error(part, x, weight) for part, weight in zip(separate(y, weights), weights))
         assert most <= (2e-5 if kind == "float32" else 5e-3)
+
+
+@pytest.mark.kernels
+def test_the_emulated_plain_kernel_in_clusters():
+    """What it computes; that no block fills a slot too early is for the tests on a GPU to see."""
+    if jax.default_backend() != "cpu" or jax.__version_info__ < (0, 11):
+        pytest.skip("needs a CPU, and jax 0.11 to emulate Mosaic GPU")
+    script, environment = Path(__file__).with_name("emulated_clusters.py"), os.environ | {"NPROC": "32"}
+    ran = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    found = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert len(found) == 5
+    for each in found:
+        assert each["fits"] and each["error"] <= (2e-5 if each["float32"] else GATED_TOLERANCE)
 
 
 @pytest.mark.parametrize("rows", [129, 165, 320, 512, 1024])

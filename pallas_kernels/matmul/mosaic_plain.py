@@ -64,7 +64,7 @@ def run(plan: Plan, x: Float[Array, "M in"], weights: Sequence[Array]) -> Float[
     """The weights' outputs one after the other, or those of a gated pair."""
     from pallas_kernels.matmul.mosaic_plain_block import body
 
-    return _launch(plan, body, x, weights, plan.warpgroups, grid=(plan.blocks,), grid_names=("block",))
+    return _launch(plan, body, x, weights, plan.warpgroups, grid=(plan.blocks,), grid_names=("block",))[: plan.rows]
 
 
 @lowered_once
@@ -74,7 +74,7 @@ def run_tiled(plan: TiledPlan, x: Float[Array, "M in"], weights: Sequence[Array]
 
     grid = dict(grid=plan.grid, grid_names=(BLOCK, PART), cluster=(plan.config.cluster,), cluster_names=(CLUSTER,))
     y = _launch(plan, body, x, weights, WARPGROUPS, **grid)
-    return y.T[: plan.rows] if plan.float32_out else y
+    return (y.T if plan.float32_out else y)[: plan.rows]
 
 
 def _launch(plan: Plan | TiledPlan, body: Callable, x: Array, weights: Sequence[Array], warpgroups: int, **grid) -> Array:

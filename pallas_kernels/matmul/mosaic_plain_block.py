@@ -109,7 +109,7 @@ def _multiply(plan: Plan, x, weights: Sequence, firsts: Sequence, x_ring, weight
 
 
 def _write(plan: Plan, found: Sequence[Array], firsts: Sequence, y, *staged) -> None:
-    """Writes the block's outputs of the rows that there are, by way of shared memory."""
+    """Writes the block's outputs of the rows of `Plan.shape`, by way of shared memory."""
     warpgroup = lax.axis_index(WARPGROUP)
     for value, ref in zip(found, staged):
         if plan.weights_first:
@@ -125,5 +125,5 @@ def _write(plan: Plan, found: Sequence[Array], firsts: Sequence, y, *staged) -> 
 
     for number in range(plan.warpgroups):
         first = number * PRODUCT_ROWS
-        pl.when(warpgroup == number)(functools.partial(write, pl.ds(first, min(plan.rows - first, PRODUCT_ROWS))))
+        pl.when(warpgroup == number)(functools.partial(write, pl.ds(first, min(plan.shape[0] - first, PRODUCT_ROWS))))
     plgpu.wait_smem_to_gmem(0)

@@ -58,8 +58,9 @@ class Plan:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the array that a launch writes."""
-        return self.rows, sum(self.written)
+        """Of the array that a launch writes. Outputs that are transposed on their way are written in whole tiles of rows: jax 0.12 lowers
+        no others."""
+        return self.tiled_rows if self.weights_first else self.rows, sum(self.written)
 
     @functools.cached_property
     def weights_first(self) -> bool:

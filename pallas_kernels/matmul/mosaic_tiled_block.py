@@ -141,20 +141,12 @@ def _write(plan: TiledPlan, found: Array, tile, row, y, staged) -> None:
         mine.transpose((1, 0))[...] = found
     plgpu.commit_smem()
     first_row, first_output = (warpgroup * rows, 0) if plan.by_rows else (0, warpgroup * outputs)
-    # The last rows that were copied may be none of the activations'.
-    left_out = 0 if plan.float32_out else plan.tiled_rows - plan.rows
-    has_last = row + first_row + rows == plan.tiled_rows
+    of_rows = pl.ds(row + first_row, rows)
 
-    def write(start, count: int) -> None:
-        of_rows, of_outputs = pl.ds(row + first_row, count), pl.ds(start + first_output, outputs)
-        if plan.float32_out:
-            plgpu.copy_smem_to_gmem(mine, y.at[of_outputs, of_rows])
-        else:
-            plgpu.copy_smem_to_gmem(mine.at[pl.ds(0, count)], y.at[of_rows, of_outputs])
+    def write(start) -> None:
+        of_outputs = pl.ds(start + first_output, outputs)
+        plgpu.copy_smem_to_gmem(mine, y.at[of_outputs, of_rows] if plan.float32_out else y.at[of_rows, of_outputs])
 
     for start, (of_weight, first) in zip(itertools.accumulate(plan.written, initial=0), _each_weight(plan, tile)):
-        if left_out:
-            pl.when(of_weight & has_last)(functools.partial(write, start + first, rows - left_out))
-            of_weight &= ~has_last
-        pl.when(of_weight)(functools.partial(write, start + first, rows))
+        pl.when(of_weight)(functools.partial(write, start + first))
     plgpu.wait_smem_to_gmem(0)

@@ -88,7 +88,7 @@ class TiledPlan:
 
     @property
     def tiled_rows(self) -> int:
-        """Rows of activations that are copied: whole tiles of the tensor cores."""
+        """Rows of activations that are copied, and of outputs that are written: whole tiles of the tensor cores."""
         return TILE * math.ceil(self.rows / TILE)
 
     @property
@@ -109,8 +109,8 @@ class TiledPlan:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the array that a launch writes."""
-        return (sum(self.written), self.tiled_rows) if self.float32_out else (self.rows, sum(self.written))
+        """Of the array that a launch writes, in whole tiles of rows."""
+        return (sum(self.written), self.tiled_rows) if self.float32_out else (self.tiled_rows, sum(self.written))
 
     @property
     def grid(self) -> tuple[int, int]:

@@ -53,7 +53,7 @@ def save_state(state: State, path: str | Path, *, notes: Any = None) -> None:
     path = Path(path)
     if not is_replaced(path):
         raise InputError(f"{path}: a state should be saved to a file, since its checksum is written last")
-    if not state.reader.model.embedding.get_value().is_fully_addressable:
+    if not state.reader.model.norm.weight.get_value().is_fully_addressable:
         raise InputError("a state of a model that is divided over several processes cannot be saved; divide it over the devices of one")
     arrays = {TOKENS: state.tokens} | _named(OWN, _own(state))
     if state.pages is not None:

@@ -18,15 +18,16 @@ from qspec_jax.planning.timing import Cost, attention_cost, int4_matmul_cost, ro
 
 
 def head_cost(device: Device, draft: Eagle3Draft, *, context: int, batch: int, tokens: int) -> Cost:
-    """A pass of the head over `tokens` pairs of each row, after a text of `context` tokens, without fusing features."""
+    """A pass of the head over `tokens` pairs of each row, after a text of `context` tokens, without fusing features. It makes the logits of
+    one pair of each row."""
     head, rows = draft.head, batch * tokens
     config, reads = head.config, Reads(0, 0, min(context, draft.sinks + draft.window) + tokens)
     weights = head.step_weights()
     in_int4 = {path for path, weight in weights.items() if isinstance(weight, Int4Weight)}
     own = Work(
-        2.0 * rows * _numbers(head),
+        2.0 * (rows * _numbers(head) + batch * head.settings.draft_vocab_size * config.hidden_size),
         bytes_of({path: weight for path, weight in weights.items() if path not in in_int4}),
-        rows * ITEM_BYTES * (config.hidden_size + head.settings.draft_vocab_size),
+        ITEM_BYTES * (rows * config.hidden_size + batch * head.settings.draft_vocab_size),
     )
     layer = "layer_one_row" if rows == 1 else "layer_rows"
     # Two norms, RoPE, the gated activation.
@@ -76,6 +77,5 @@ def _shapes(head: Eagle3Head, layer: int) -> list[tuple[int, int]]:
 
 
 def _numbers(head: Eagle3Head) -> int:
-    """Numbers by which a pair is multiplied."""
-    layers = sum(out * inputs for i in range(head.config.num_layers) for out, inputs in _shapes(head, i))
-    return layers + head.settings.draft_vocab_size * head.config.hidden_size
+    """Numbers by which a pair is multiplied in the head's layers."""
+    return sum(out * inputs for i in range(head.config.num_layers) for out, inputs in _shapes(head, i))

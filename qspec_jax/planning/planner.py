@@ -29,7 +29,7 @@ from qspec_jax.planning.rounds import Asked, expected_rounds
 from qspec_jax.planning.steps import OutlinedDraft
 
 MEASURED = ("full", "int8")  # caches over whose kernels times were fitted
-NESTED_UNMEASURED = "no kernel for nested weights has been timed; times are those of reading their bytes"
+NESTED_UNMEASURED = "no times of kernels for nested weights are stored; these are those of reading their bytes"
 FIRST_GAMMAS = (1, 2, 3, 4, 6, 8)  # of cascades that leave it open; those below a round's gamma
 
 
@@ -215,7 +215,7 @@ class Planner:
         if self.config.nested_weights:
             notes.append(NESTED_UNMEASURED)
         if heads:
-            notes.append("no head has been timed on a GPU; its layers are counted as those of a target")
+            notes.append("no pass of a head has been timed by itself on a GPU; its layers are counted as those of a target")
         if unmeasured:
             parts = list(dict.fromkeys(unmeasured)) if len(turns.texts) > 1 or turns.last.levels else []
             notes.append(_not_measured(parts, self.device, observes=bool(observing)))
