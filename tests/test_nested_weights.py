@@ -109,26 +109,27 @@ def test_calibrated_upper_codes_make_up_for_one_another_within_the_lower_planes_
 def test_weights_are_calibrated_on_a_text(tmp_path, caplog):
     text = tmp_path / "text.py"
     text.write_text(Path(dataclasses.__file__).read_text()[:3000])
-    how = f"nested:calibration={text}"
-    model = load_model(demo.MODEL, weights=how, progress=False)
+    how, source = f"nested:calibration={text}", tmp_path / "source"
+    write_checkpoint(source, hf_config(vocab_size=4096, hidden_size=128, intermediate_size=256, num_hidden_layers=1), tokenizer=demo.MODEL)
+    model = load_model(source, weights=how, progress=False)
     weights = nested_of(model)
     assert {weight.steps for weight in weights.values()} == {8} and model.config.nested_weights
-    convert(demo.MODEL, tmp_path / "out", weights=how, progress=False)
-    assert not verify(demo.MODEL, tmp_path / "out", progress=False).wrong
+    convert(source, tmp_path / "out", weights=how, progress=False)
+    assert not verify(source, tmp_path / "out", progress=False).wrong
     stored = nested_of(load_model(tmp_path / "out"))
     for path, weight in weights.items():
         assert stored[path].steps == 8
         np.testing.assert_array_equal(np.asarray(stored[path].lower), np.asarray(weight.lower))
-    outlined = outline_model(demo.MODEL, weights=how)
+    outlined = outline_model(source, weights=how)
     assert jax.tree.structure(outlined.weights()) == jax.tree.structure(model.weights())
     with pytest.raises(InputError, match="calibration is for nested weights"):
-        load_model(demo.MODEL, weights=f"packed:calibration={text}")
+        load_model(source, weights=f"packed:calibration={text}")
     with pytest.raises(InputError, match="calibration should be a file of text"):
-        load_model(demo.MODEL, weights="nested:calibration=")
+        load_model(source, weights="nested:calibration=")
     with pytest.raises(InputError, match="its weights are nested already; calibrate its source"):
         load_model(tmp_path / "out", weights=how)
     with pytest.raises(InputError, match=r"none\.txt: cannot be read"):
-        load_model(demo.MODEL, weights=f"nested:calibration={tmp_path / 'none.txt'}")
+        load_model(source, weights=f"nested:calibration={tmp_path / 'none.txt'}")
 
 
 def test_the_ends_of_a_range_err_no_more_than_what_is_within():
