@@ -54,7 +54,31 @@ def test_table_of_a_checkpoint(run, directory, tmp_path):
     code, out, _ = run("bench", "batch", "--model", directory, "--file", text, *few, "--dtype", "float32", "--gamma", 2, "--exact", "bits")
     assert "Passes have fixed bits" in out
     assert code == 0 and all(word in out for word in ("refilled", "fixed", "slots busy", "times as fast")) and "simulated" not in out
-    assert "Batch size 2" in out and next(line for line in out.splitlines() if line.startswith("refilled")).split()[6] == "0.0"
+    assert (
+        "Batch size 2" in out
+        and "exact tokens" not in out
+        and next(line for line in out.splitlines() if line.startswith("refilled")).split()[6] == "0.0"
+    )
+
+
+@pytest.mark.system
+def test_exact_bits_beside_exact_tokens_in_one_run(run, directory, tmp_path):
+    """In whatever order they are given; each way has the tokens that it has alone, and had its programs compiled before."""
+    text = tmp_path / "text.txt"
+    text.write_text("import os\nfor name in os.listdir():\n    print(name)\n" * 3)
+    base = ["bench", "batch", "--model", directory, "--file", text, "--prompts", 3, *SIZES[2:], "--dtype", "bfloat16", "--no-fixed"]
+    code, out, _ = run(*base, "--exact", "tokens", "--exact", "bits", "--json")
+    report = json.loads(out)
+    refilled, usual = report["rows"]
+    assert (code, report["exact"], refilled["way"], usual["way"]) == (0, "bits", "refilled", "exact tokens")
+    assert refilled["stats"]["compile_s"] == usual["stats"]["compile_s"] == 0
+    assert report["bits_speedup"] == pytest.approx(refilled["tokens_per_second"] / usual["tokens_per_second"])
+    assert refilled["stats"]["new_tokens"] == usual["stats"]["new_tokens"]
+    alone = json.loads(run(*base, "--exact", "tokens", "--json")[1])
+    assert (alone["exact"], alone["bits_speedup"], len(alone["rows"])) == ("tokens", None, 1)
+    assert alone["rows"][0]["stats"]["rounds"] == usual["stats"]["rounds"]
+    code, _, err = run(*base, "--exact", "bit")
+    assert code == 2 and "bit" in err and "tokens" in err
 
 
 @pytest.mark.system

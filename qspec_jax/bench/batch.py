@@ -34,7 +34,14 @@ from qspec_jax.progress import awaited, progress_bar, working
 from qspec_jax.reports import Run, formatted, grid, page, this_run
 
 SEVERAL = "several devices"
-WAYS = {"refilled": {"refill": True}, "fixed": {"refill": False}, "one by one": {"batch_size": 1}, SEVERAL: {"refill": True}}
+EXACT_TOKENS = "exact tokens"  # where the others have exact bits
+WAYS = {
+    "refilled": {"refill": True},
+    EXACT_TOKENS: {"refill": True},
+    "fixed": {"refill": False},
+    "one by one": {"batch_size": 1},
+    SEVERAL: {"refill": True},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +79,7 @@ class BatchReport(Run):
         decode_speedup: the ratio of their seconds of decoding alone.
         devices: that worked on the prompts.
         devices_speedup: of several devices, refilled, to one; None if one was asked for.
+        bits_speedup: of the refilled batch, with exact bits, to the same with exact tokens; None without the latter.
         prefill_alone_s: to prefill all prompts one after the other, by the time of one prompt of each padded length.
         decode_alone_s: for the refilled batch's rounds as if every slot always had a prompt, at the pace of the rounds in which that was
             so; None if it never was.
@@ -93,6 +101,7 @@ class BatchReport(Run):
     decode_speedup: float | None
     devices: int
     devices_speedup: float | None
+    bits_speedup: float | None
     prefill_alone_s: float
     decode_alone_s: float | None
     share_of_parts: float | None
@@ -111,6 +120,8 @@ class BatchReport(Run):
         notes = f"Batch size {self.batch_size}, {self.gamma} drafts a round, {self.prompt_tokens:,} tokens in the prompts."
         if self.exact == BITS:
             notes += " Passes have fixed bits."
+        if self.bits_speedup is not None:
+            notes += f" With them refilled is {self.bits_speedup:.3f} times as fast as with {EXACT_TOKENS}."
         if self.simulated_rate is not None:
             notes += f" Acceptance is simulated, at a rate of {self.simulated_rate:.3f}."
         if self.speedup is not None:
@@ -186,7 +197,10 @@ def run(
     """
 
     strategy = make_sampler if rate is None else lambda *configs: SimulatedGreedy(jnp.full(len(configs), rate))
-    batch_size, prepared = min(batch_size, len(requests)), prepare(model, requests, batch_size=batch_size)
+    asked, prepared = min(batch_size, len(requests)), prepare(model, requests, batch_size=batch_size)
+    batch_size, with_tokens = asked, prepared
+    if EXACT_TOKENS in ways:
+        with_tokens = prepare(model, [_with_exact_tokens(request) for request in requests], batch_size=batch_size)
     if decodes_in_turn(prepared.configs):  # in whatever way
         batch_size, ways = 1, [way for way in ways if way != "fixed"]
     settings = dict(batch_size=batch_size, strategy=strategy)
@@ -194,21 +208,25 @@ def run(
     rows_of_each = min(batch_size, -(-len(requests) // max(1, len(devices))))  # as several devices have
     missing = [way for way in ways if way not in kept]
     apart = devices if SEVERAL in missing else ()  # each has programs of its own
-    alone = bool(missing) and (not apart or rows_of_each < batch_size)
-    with progress_bar(progress=progress, total=(alone + len(apart)) * len(requests), unit="prompt") as bar, working("warm-up"):
+    alone = bool({*missing} - {EXACT_TOKENS}) and (not apart or rows_of_each < batch_size)
+    warm_ups = alone + (EXACT_TOKENS in missing) + len(apart)
+    with progress_bar(progress=progress, total=warm_ups * len(requests), unit="prompt") as bar, working("warm-up"):
 
-        def warm_up(own: list[jax.Device] | None, rows: int) -> None:
+        def warm_up(own: list[jax.Device] | None, rows: int, prepared: Prepared = prepared) -> None:
             # All of them, in their order: a pool of pages is as large as that asks for, and programs depend on it.
             for _ in run_batch(model, prepared, **settings | {"batch_size": rows}, devices=own):
                 bar.update()
 
         if alone:
             warm_up(None, batch_size)
+        if EXACT_TOKENS in missing:
+            warm_up(None, asked, with_tokens)
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda device: warm_up([device], rows_of_each), apart))
 
     def measured(way: str) -> _Decoded:
-        batch = run_batch(model, prepared, **settings | WAYS[way], devices=devices if way == SEVERAL else None)
+        own, size = (with_tokens, {"batch_size": asked}) if way == EXACT_TOKENS else (prepared, {})
+        batch = run_batch(model, own, **settings | size | WAYS[way], devices=devices if way == SEVERAL else None)
         with progress_bar(progress=progress, total=len(requests), unit="prompt") as bar:
             found = {}
             for result in awaited(batch, "prompt", len(requests)):
@@ -223,7 +241,8 @@ def run(
         same = sum(map(operator.eq, found.tokens, tokens)) / len(tokens)
         rows.append(BatchRow(way, found.stats, **found.stats.rates, same_tokens=same))
     peak_bytes = decoded["refilled"].peak_bytes
-    refilled, fixed, several = (next((row for row in rows if row.way == way), None) for way in ("refilled", "fixed", SEVERAL))
+    found = {row.way: row for row in rows}
+    refilled, fixed, several, usual = (found.get(way) for way in ("refilled", "fixed", SEVERAL, EXACT_TOKENS))
     prefill_s = kept.measured("prefill alone", float, lambda: _prefill_seconds(prepared, strategy), lambda seconds: f"{seconds:.1f} s")
     decode_s = _decode_seconds(refilled.stats, batch_size)
     return BatchReport(
@@ -240,12 +259,17 @@ def run(
         decode_speedup=fixed and fixed.stats.decode_s / refilled.stats.decode_s,
         devices=len(devices) if several else 1,
         devices_speedup=several and several.tokens_per_second / refilled.tokens_per_second,
+        bits_speedup=usual and refilled.tokens_per_second / usual.tokens_per_second,
         prefill_alone_s=prefill_s,
         decode_alone_s=decode_s,
         share_of_parts=decode_s and (prefill_s + decode_s) / (refilled.stats.prefill_s + refilled.stats.decode_s),
         held_bytes=bytes_of((model, prepared.draft)) + bytes_in_loop(prepared.draft) + refilled.stats.held_bytes,
         peak_bytes=peak_bytes,
     )
+
+
+def _with_exact_tokens(request: Request) -> Request:
+    return dataclasses.replace(request, config=dataclasses.replace(request.config, exact=TOKENS))
 
 
 @dataclasses.dataclass(frozen=True)

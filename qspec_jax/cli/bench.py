@@ -237,8 +237,13 @@ def bench_batch(
     fixed: Annotated[bool, typer.Option("--fixed/--no-fixed", help="Also fixed batches, to compare.")] = True,
     one_by_one: Annotated[bool, typer.Option("--one-by-one", help="Also one prompt at a time, to compare their tokens.")] = False,
     exact: Annotated[
-        str, typer.Option(metavar="|".join(EXACT), help="bits: with passes of fixed bits; auto: tokens, as batch has it.")
-    ] = AUTO,
+        list[str] | None,
+        typer.Option(
+            metavar="|".join(EXACT),
+            help="bits: with passes of fixed bits; auto, the default: tokens, as batch has it. Given both, the batch with bits is compared "
+            "to one with tokens.",
+        ),
+    ] = None,
     devices: Devices = "1",
     seed: Seed = 0,
     dtype: DtypeOption = None,
@@ -250,17 +255,24 @@ def bench_batch(
         raise InputError("give one of --arch and --model")
     if simulate_ratio is not None and temperature:
         raise InputError("--simulate-ratio simulates greedy decoding; leave out --temperature")
-    if simulate_ratio is not None and exact == BITS:
+    exacts = {*(exact or [AUTO])}
+    if simulate_ratio is not None and BITS in exacts:
         raise InputError(f"--exact {BITS} is for drafts that are verified; leave out --simulate-ratio")
     if arch is not None and (file or dtype):
         raise InputError("--file and --dtype need --model; --arch has random prompts, and weights in bfloat16")
     lengths, new = batch.bounds("--prompt-tokens", prompt_tokens, 1), batch.bounds("--new-tokens", new_tokens, 2)  # the first is prefill's
     parse_draft(draft)  # which raises InputError for auto, whose gamma would be open
     gamma = GAMMA if num_speculative_tokens is None else num_speculative_tokens
-    config = GenerationConfig(draft=draft, num_speculative_tokens=gamma, temperature=temperature, ignore_eos=True, exact=exact)
+    config = GenerationConfig(draft=draft, num_speculative_tokens=gamma, temperature=temperature, ignore_eos=True)
+    for each in exacts:  # which refuses what is none
+        config = dataclasses.replace(config, exact=each)
+    if BITS in exacts:
+        config = dataclasses.replace(config, exact=BITS)
     check_gamma(config.num_speculative_tokens)
     several = devices_of(devices)
-    left_out = {way for way, asked in (("fixed", fixed), ("one by one", one_by_one), (batch.SEVERAL, len(several) > 1)) if not asked}
+    both = BITS in exacts and len(exacts) > 1
+    asked = {"fixed": fixed, "one by one": one_by_one, batch.SEVERAL: len(several) > 1, batch.EXACT_TOKENS: both}
+    left_out = {way for way, wanted in asked.items() if not wanted}
     rate = None if simulate_ratio is None else rate_of_ratio(simulate_ratio, config.num_speculative_tokens)
     positions = (architecture(arch) if arch else huggingface.load_config(model)).max_length
     if lengths[1] + new[1] > positions:
