@@ -28,7 +28,7 @@ test-shapes: .venv/installed-test  ## Arrays have the shapes and dtypes that sig
 # What depends most on JAX, with the newest that Python 3.12 finds; the rest runs with the oldest, on Python 3.11.
 NEWEST_TESTS := $(addsuffix .py,$(addprefix tests/test_,attention batch broken_checkpoint calibration checkpoint compiled convert decode dispatch exactness flush flush_gpu \
 	int8_head jsonl launch lowering matmul_gpu model pages processors sampling simulated_fused_layer simulated_kernels simulated_low_bits simulated_matmul \
-	simulated_runs skinny_matmul_gpu skipping weights))
+	simulated_runs skinny_matmul_gpu skipping tiled_matmul_gpu weights))
 
 test-newest: .venv-newest/installed  ## make test-newest NEWEST=python3.12
 	.venv-newest/bin/$(PYTEST) $(NEWEST_TESTS)

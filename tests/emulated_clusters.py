@@ -26,7 +26,7 @@ PROBLEMS = [
 
 def main() -> None:
     for rows, inputs, outputs, kind, config in PROBLEMS:
-        plan = TiledPlan(rows, inputs, outputs, 132, config, kind == "float32", kind == "gated")
+        plan = TiledPlan(rows, inputs, outputs, 132, kind == "float32", kind == "gated", config=config)
         x, weights = activations(rows, inputs, True), [plain_weight(out, inputs, i) for i, out in enumerate(outputs)]
         with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
             y = mosaic_plain.run_tiled(plan, x, weights)

@@ -64,20 +64,20 @@ def run(plan: Plan, x: Float[Array, "M in"], weights: Sequence[Array]) -> Float[
     """The weights' outputs one after the other, or those of a gated pair."""
     from pallas_kernels.matmul.mosaic_plain_block import body
 
-    return _launch(plan, body, x, weights, plan.warpgroups, grid=(plan.blocks,), grid_names=("block",))[: plan.rows]
+    return _launch(plan, body, x, weights, grid=(plan.blocks,), grid_names=("block",))[: plan.rows]
 
 
 @lowered_once
 def run_tiled(plan: TiledPlan, x: Float[Array, "M in"], weights: Sequence[Array]) -> Float[Array, "M out"]:
     """What `run` gives, for more rows."""
-    from pallas_kernels.matmul.mosaic_tiled_block import BLOCK, CLUSTER, PART, WARPGROUPS, body
+    from pallas_kernels.matmul.mosaic_tiled_block import BLOCK, CLUSTER, ROWS, body
 
-    grid = dict(grid=plan.grid, grid_names=(BLOCK, PART), cluster=(plan.config.cluster,), cluster_names=(CLUSTER,))
-    y = _launch(plan, body, x, weights, WARPGROUPS, **grid)
+    grid = dict(grid=plan.grid, grid_names=(BLOCK, ROWS), cluster=(plan.config.cluster,), cluster_names=(CLUSTER,))
+    y = _launch(plan, body, x, weights, **grid)
     return (y.T if plan.float32_out else y)[: plan.rows]
 
 
-def _launch(plan: Plan | TiledPlan, body: Callable, x: Array, weights: Sequence[Array], warpgroups: int, **grid) -> Array:
+def _launch(plan: Plan | TiledPlan, body: Callable, x: Array, weights: Sequence[Array], **grid) -> Array:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from pallas_kernels.matmul.mosaic_plain_block import WARPGROUP
@@ -85,7 +85,7 @@ def _launch(plan: Plan | TiledPlan, body: Callable, x: Array, weights: Sequence[
     kernel = plgpu.kernel(
         functools.partial(body, plan),
         out_type=jax.ShapeDtypeStruct(plan.shape, plan.dtype),
-        num_threads=warpgroups,
+        num_threads=plan.warpgroups,
         thread_name=WARPGROUP,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="gated_matmul" if plan.gated else "plain_matmul",

@@ -4,12 +4,11 @@ It has the same share of the outputs of each weight as every other block, and go
 accelerator copies a step's weights and activations to a slot of a ring in shared memory; as many steps are on their way as there are slots.
 A warpgroup multiplies 64 rows, which a product takes: of those that there are no activations for it reads whatever is in shared memory, and
 their outputs are not written. Where there are two warpgroups, both multiply by the same slots.
-mosaic_tiled_block.py adds up in the same order.
 """
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +66,36 @@ def _multiply(plan: Plan, x, weights: Sequence, firsts: Sequence, x_ring, weight
         for weight, ring, first, share in zip(weights, weight_rings, firsts, plan.shares):
             plgpu.copy_gmem_to_smem(weight.at[pl.ds(first, share), at], ring.at[slot], filled.at[slot])
 
+    def multiply(slot, sums) -> None:
+        for total, ring in zip(sums, weight_rings):
+            if plan.weights_first:
+                plgpu.wgmma(total, ring.at[slot], x_slot(slot, plan.tiled_rows).transpose((1, 0)))
+            else:
+                plgpu.wgmma(total, x_slot(slot, PRODUCT_ROWS, warpgroup * PRODUCT_ROWS), ring.at[slot].transpose((1, 0)))
+
+    shapes = [(share, plan.tiled_rows) if plan.weights_first else (PRODUCT_ROWS, share) for share in plan.shares]
+    return sums_of_steps(plan, warpgroup, shapes, fetch, multiply, filled, emptied, done)
+
+
+def sums_of_steps(
+    plan: Plan, warpgroup, shapes: Sequence[tuple[int, int]], fetch: Callable, multiply: Callable, filled, emptied, done
+) -> list:
+    """The warpgroup's sums over all inputs, in float32.
+
+    Each product of the tensor cores adds its 16 inputs to what those before have found, in the order of the inputs; how many of them a step
+    has makes no difference. So a row has the same bits in every kernel that adds up by this function.
+
+    Args:
+        plan: has `steps`, `slots` and `warpgroups`; also one of mosaic_tiled_plan.py.
+        warpgroup: its number in the block.
+        shapes: of each sum.
+        fetch: fetch(step) copies a step's activations and weights to its slot.
+        multiply: multiply(slot, sums) begins one product for each sum.
+        filled: barriers of the slots, at which a step's copies arrive.
+        emptied: barriers of the slots, at which the warpgroups arrive that are done with them; those of all blocks that share copies.
+        done: a barrier of the block's warpgroups.
+    """
+
     def accumulate(*sums) -> list:
         @pl.when(warpgroup == 0)
         def _():
@@ -77,13 +106,9 @@ def _multiply(plan: Plan, x, weights: Sequence, firsts: Sequence, x_ring, weight
         def _(step):
             slot = lax.rem(step, plan.slots)
             plgpu.barrier_wait(filled.at[slot])
-            for total, ring in zip(sums, weight_rings):
-                if plan.weights_first:
-                    plgpu.wgmma(total, ring.at[slot], x_slot(slot, plan.tiled_rows).transpose((1, 0)))
-                else:
-                    plgpu.wgmma(total, x_slot(slot, PRODUCT_ROWS, warpgroup * PRODUCT_ROWS), ring.at[slot].transpose((1, 0)))
-            # This step's products go on, one for each weight. The step before it is done with its slot.
-            plgpu.wgmma_wait(len(weights))
+            multiply(slot, sums)
+            # This step's products go on. The step before it is done with its slot.
+            plgpu.wgmma_wait(len(sums))
 
             @pl.when((step > 0) & (step - 1 + plan.slots < plan.steps))
             def _():
@@ -104,7 +129,6 @@ def _multiply(plan: Plan, x, weights: Sequence, firsts: Sequence, x_ring, weight
             plgpu.barrier_wait(done)
         return found
 
-    shapes = [(share, plan.tiled_rows) if plan.weights_first else (PRODUCT_ROWS, share) for share in plan.shares]
     return pl.run_scoped(accumulate, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
 

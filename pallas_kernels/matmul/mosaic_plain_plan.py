@@ -28,14 +28,14 @@ OTHERS_BYTES = 20 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """One launch.
+class Product:
+    """What a launch computes.
 
     Attributes:
         rows: of activations.
         inputs: of each weight.
         outputs: the number of each weight's outputs.
-        at_once: blocks that run at the same time.
+        at_once: blocks that run at the same time, one on each multiprocessor.
         float32_out: whether the outputs are float32, not bfloat16.
         gated: whether there are two weights, of whose outputs only silu(first) * second is written.
     """
@@ -57,9 +57,19 @@ class Plan:
         return self.outputs[:1] if self.gated else self.outputs
 
     @property
+    def tiled_rows(self) -> int:
+        """Rows of activations that are copied: `rows`, rounded up to whole tiles of the tensor cores."""
+        return TILE * math.ceil(self.rows / TILE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(Product):
+    """One launch whose blocks have all rows, and each a part of the outputs."""
+
+    @property
     def shape(self) -> tuple[int, int]:
-        """Of the array that a launch writes. Outputs that are transposed on their way are written in whole tiles of rows: jax 0.12 lowers
-        no others."""
+        """The shape of the array that the launch writes. Where weights come first, outputs are transposed on their way, and after that jax
+        0.12 lowers copies of whole tiles of rows only."""
         return self.tiled_rows if self.weights_first else self.rows, sum(self.written)
 
     @functools.cached_property
@@ -85,11 +95,6 @@ class Plan:
     @property
     def blocks(self) -> int:
         return max(math.ceil(outputs / share) for outputs, share in zip(self.outputs, self.shares))
-
-    @property
-    def tiled_rows(self) -> int:
-        """Rows of activations that are copied: whole tiles."""
-        return TILE * math.ceil(self.rows / TILE)
 
     @property
     def warpgroups(self) -> int:

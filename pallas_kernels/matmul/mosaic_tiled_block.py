@@ -1,8 +1,7 @@
 """What a block of the Mosaic GPU matmul with plain weights does where there are many rows.
 
 It has a tile of one weight's outputs, or of both of a gated pair, and a tile of rows, and goes through all inputs, a step at a time, as a
-block of mosaic_plain_block.py does. Both must give a row the same bits: in both each product of the tensor cores adds its 16 inputs to what
-those before have found, in the order of the inputs, and it makes no difference how many of them a step has.
+block of mosaic_plain_block.py does, whose bits a row has here too (`sums_of_steps`).
 
 Weights come from memory once and to the other blocks from the L2, whose speed is the limit then: so the blocks of a cluster divide the
 copies of what they have in common, and each part goes to all of them. Weights are the first operand of products, which are [outputs, rows].
@@ -19,24 +18,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.matmul.mosaic_plain_block import WARPGROUP
+from pallas_kernels.matmul.mosaic_plain_block import WARPGROUP, sums_of_steps
 from pallas_kernels.matmul.mosaic_plain_plan import TILE
 from pallas_kernels.matmul.mosaic_tiled_plan import STEP, WARPGROUPS, TiledPlan
 
-BLOCK, PART, CLUSTER = "block", "part", "cluster"  # axes of the grid: tiles of outputs, and of rows; and the blocks of a cluster
+BLOCK, ROWS, CLUSTER = "block", "rows", "cluster"  # axes of the grid: tiles of outputs, and of rows; and the blocks of a cluster
 
 
 def body(plan: TiledPlan, x, *refs) -> None:
     """What a block does. refs: of the weights, then of the outputs."""
     *weights, y = refs
-    tile, part, cluster = lax.axis_index(BLOCK), lax.axis_index(PART), plan.config.cluster
+    tile, row_tile, cluster = lax.axis_index(BLOCK), lax.axis_index(ROWS), plan.config.cluster
     if plan.config.common == "rows":
         # The last cluster may have more blocks than there are tiles left: those write the same bits.
         tile = jnp.minimum(tile * cluster + lax.axis_index(CLUSTER), sum(plan.tiles) - 1)
     else:
-        part = part * cluster + lax.axis_index(CLUSTER)
+        row_tile = row_tile * cluster + lax.axis_index(CLUSTER)
     # A tile that would reach beyond the end is moved back to end there. Blocks whose tiles overlap write the same bits.
-    row = jnp.minimum(part * plan.row_tile, plan.tiled_rows - plan.row_tile)
+    row = jnp.minimum(row_tile * plan.row_tile, plan.tiled_rows - plan.row_tile)
     tiled = (plgpu.TilingTransform((TILE, STEP)), plgpu.SwizzleTransform(128))  # as the tensor cores read it
     together = functools.partial(pl.run_scoped, collective_axes=WARPGROUP)
 
@@ -59,8 +58,8 @@ def body(plan: TiledPlan, x, *refs) -> None:
     together(functools.partial(_write, plan, found, tile, row, y), plgpu.SMEM((WARPGROUPS, *shape), plan.dtype))
 
 
-def _each_weight(plan: TiledPlan, tile) -> list[tuple]:
-    """Of each weight whose outputs are written: whether the tile is of it, and the first of the tile's outputs."""
+def _places_of_tile(plan: TiledPlan, tile) -> list[tuple]:
+    """A pair for each weight whose outputs are written: whether the tile is one of that weight's, and the tile's first output."""
     found, starts = [], [*itertools.accumulate(plan.tiles, initial=0)]
     for start, end, outputs in zip(starts, starts[1:], plan.written):
         first = jnp.minimum((tile - start) * plan.config.tile, outputs - plan.config.tile)
@@ -74,7 +73,7 @@ def _multiply(plan: TiledPlan, x, weights: Sequence, tile, row, x_ring, weight_r
     outputs, rows = plan.product
     common = plan.config.common if plan.config.cluster > 1 else ""
     x_axis, weight_axis = (CLUSTER if common == name else None for name in ("rows", "outputs"))
-    each = _each_weight(plan, tile)
+    places = _places_of_tile(plan, tile)
 
     def fetch(step) -> None:
         at, slot = pl.ds(step * STEP, STEP), lax.rem(step, plan.slots)
@@ -86,48 +85,21 @@ def _multiply(plan: TiledPlan, x, weights: Sequence, tile, row, x_ring, weight_r
 
         if plan.gated or len(weights) == 1:
             for weight, ring in zip(weights, weight_rings):
-                copy(weight, ring, each[0][1])
+                copy(weight, ring, places[0][1])
         else:
-            for weight, (mine, first) in zip(weights, each):
+            for weight, (mine, first) in zip(weights, places):
                 pl.when(mine)(functools.partial(copy, weight, weight_rings[0], first))
 
-    def accumulate(*sums) -> list:
-        @pl.when(warpgroup == 0)
-        def _():
-            for step in range(plan.slots):
-                fetch(step)
+    def multiply(slot, sums) -> None:
+        for total, ring in zip(sums, weight_rings):
+            weight, activations = ring.at[slot], x_ring.at[slot]
+            if plan.by_rows:
+                activations = activations.at[pl.ds(warpgroup * rows, rows)]
+            else:
+                weight = weight.at[pl.ds(warpgroup * outputs, outputs)]
+            plgpu.wgmma(total, weight, activations.transpose((1, 0)))
 
-        @pl.loop(0, plan.steps)
-        def _(step):
-            slot = lax.rem(step, plan.slots)
-            plgpu.barrier_wait(filled.at[slot])
-            for total, ring in zip(sums, weight_rings):
-                weight, activations = ring.at[slot], x_ring.at[slot]
-                if plan.by_rows:
-                    activations = activations.at[pl.ds(warpgroup * rows, rows)]
-                else:
-                    weight = weight.at[pl.ds(warpgroup * outputs, outputs)]
-                plgpu.wgmma(total, weight, activations.transpose((1, 0)))
-            # This step's products go on, one for each weight. The step before it is done with its slot.
-            plgpu.wgmma_wait(plan.weights_at_once)
-
-            @pl.when((step > 0) & (step - 1 + plan.slots < plan.steps))
-            def _():
-                before = lax.rem(step - 1, plan.slots)
-                plgpu.barrier_arrive(emptied.at[before])
-
-                @pl.when(warpgroup == 0)
-                def _():
-                    plgpu.barrier_wait(emptied.at[before])
-                    fetch(step - 1 + plan.slots)
-
-        found = [total[...] for total in sums]
-        # Until all are done their operands stay in shared memory.
-        plgpu.barrier_arrive(done)
-        plgpu.barrier_wait(done)
-        return found
-
-    return pl.run_scoped(accumulate, *(plgpu.ACC(plan.product, jnp.float32) for _ in range(plan.weights_at_once)))
+    return sums_of_steps(plan, warpgroup, plan.weights_at_once * [plan.product], fetch, multiply, filled, emptied, done)
 
 
 def _write(plan: TiledPlan, found: Array, tile, row, y, staged) -> None:
@@ -147,6 +119,6 @@ def _write(plan: TiledPlan, found: Array, tile, row, y, staged) -> None:
         of_outputs = pl.ds(start + first_output, outputs)
         plgpu.copy_smem_to_gmem(mine, y.at[of_outputs, of_rows] if plan.float32_out else y.at[of_rows, of_outputs])
 
-    for start, (of_weight, first) in zip(itertools.accumulate(plan.written, initial=0), _each_weight(plan, tile)):
+    for start, (of_weight, first) in zip(itertools.accumulate(plan.written, initial=0), _places_of_tile(plan, tile)):
         pl.when(of_weight)(functools.partial(write, start + first))
     plgpu.wait_smem_to_gmem(0)

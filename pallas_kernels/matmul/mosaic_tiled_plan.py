@@ -6,13 +6,10 @@ import functools
 import itertools
 import math
 
-import jax.numpy as jnp
-from jax.typing import DTypeLike
-
 from pallas_kernels.gpu.launch import RESERVED_BYTES, SHARED_BYTES, clusters_at_once
-from pallas_kernels.matmul.mosaic_plain_plan import ITEM_BYTES, TILE
+from pallas_kernels.matmul.mosaic_plain_plan import ITEM_BYTES, TILE, Product
 
-WARPGROUPS = 2  # of a block
+WARPGROUPS = 2
 STEP = 64  # inputs that a block multiplies at once
 WGMMA_M, MAX_WGMMA_N = 64, 256  # outputs of one product of the tensor cores, and the most rows: weights are its first operand
 ACCUMULATORS = 160  # registers of a thread that hold sums: with more of them they have no place
@@ -45,36 +42,14 @@ class Config:
 
 
 @dataclasses.dataclass(frozen=True)
-class TiledPlan:
-    """One launch.
+class TiledPlan(Product):
+    """One launch whose blocks have tiles of outputs and rows.
 
     Attributes:
-        rows: of activations.
-        inputs: of each weight.
-        outputs: the number of each weight's outputs.
-        multiprocessors: of the device.
         config: how the work is divided.
-        float32_out: whether the outputs are float32, and written as [outputs, rows], for which nothing is transposed; otherwise they are
-            bfloat16.
-        gated: whether there are two weights, of whose outputs only silu(first) * second is written.
     """
 
-    rows: int
-    inputs: int
-    outputs: tuple[int, ...]
-    multiprocessors: int
-    config: Config
-    float32_out: bool = False
-    gated: bool = False
-
-    @property
-    def dtype(self) -> DTypeLike:
-        return jnp.float32 if self.float32_out else jnp.bfloat16
-
-    @property
-    def written(self) -> tuple[int, ...]:
-        """Outputs that are written, one after the other."""
-        return self.outputs[:1] if self.gated else self.outputs
+    config: Config = dataclasses.field(kw_only=True)
 
     @property
     def weights_at_once(self) -> int:
@@ -87,9 +62,9 @@ class TiledPlan:
         return self.config.divides == "rows"
 
     @property
-    def tiled_rows(self) -> int:
-        """Rows of activations that are copied, and of outputs that are written: whole tiles of the tensor cores."""
-        return TILE * math.ceil(self.rows / TILE)
+    def warpgroups(self) -> int:
+        """Warpgroups of a block."""
+        return WARPGROUPS
 
     @property
     def row_tile(self) -> int:
@@ -109,7 +84,8 @@ class TiledPlan:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the array that a launch writes, in whole tiles of rows."""
+        """The shape of the array that the launch writes: [rows, outputs], or [outputs, rows] in float32, for which nothing is transposed.
+        Rows come in whole tiles."""
         return (sum(self.written), self.tiled_rows) if self.float32_out else (self.tiled_rows, sum(self.written))
 
     @property
@@ -159,7 +135,7 @@ class TiledPlan:
             copies = copied * blocks / L2_BYTES
             return max(copies, products) + NOT_HIDDEN * min(copies, products) if blocks else 0
 
-        resident = clusters_at_once(cluster, self.multiprocessors) * cluster
+        resident = clusters_at_once(cluster, self.at_once) * cluster
         turns, rest = divmod(math.prod(self.grid) * cluster, resident)
         return turns * turn(resident) + turn(rest)
 
@@ -172,8 +148,8 @@ def configs(rows: int) -> list[Config]:
 
 @functools.cache
 def tiled_plan(
-    rows: int, inputs: int, outputs: tuple[int, ...], multiprocessors: int, float32_out: bool = False, gated: bool = False
+    rows: int, inputs: int, outputs: tuple[int, ...], at_once: int, float32_out: bool = False, gated: bool = False
 ) -> TiledPlan | None:
-    """The launch that should be the fastest, see `TiledPlan`; None if none fits."""
-    plans = [TiledPlan(rows, inputs, outputs, multiprocessors, config, float32_out, gated) for config in configs(rows)]
+    """The launch that should be the fastest; None if none fits. Arguments as of `Product`."""
+    plans = [TiledPlan(rows, inputs, outputs, at_once, float32_out, gated, config=config) for config in configs(rows)]
     return min((plan for plan in plans if plan.fits), key=lambda plan: plan.seconds, default=None)

@@ -209,23 +209,25 @@ def run(
     missing = [way for way in ways if way not in kept]
     apart = devices if SEVERAL in missing else ()  # each has programs of its own
     alone = bool({*missing} - {EXACT_TOKENS}) and (not apart or rows_of_each < batch_size)
-    warm_ups = alone + (EXACT_TOKENS in missing) + len(apart)
-    with progress_bar(progress=progress, total=warm_ups * len(requests), unit="prompt") as bar, working("warm-up"):
+    with progress_bar(progress=progress, total=(alone + len(apart)) * len(requests), unit="prompt") as bar, working("warm-up"):
 
-        def warm_up(own: list[jax.Device] | None, rows: int, prepared: Prepared = prepared) -> None:
+        def warm_up(own: list[jax.Device] | None, rows: int) -> None:
             # All of them, in their order: a pool of pages is as large as that asks for, and programs depend on it.
             for _ in run_batch(model, prepared, **settings | {"batch_size": rows}, devices=own):
                 bar.update()
 
         if alone:
             warm_up(None, batch_size)
-        if EXACT_TOKENS in missing:
-            warm_up(None, asked, with_tokens)
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda device: warm_up([device], rows_of_each), apart))
 
     def measured(way: str) -> _Decoded:
-        own, size = (with_tokens, {"batch_size": asked}) if way == EXACT_TOKENS else (prepared, {})
+        own, size = prepared, {}
+        if way == EXACT_TOKENS:
+            own, size = with_tokens, {"batch_size": asked}
+            with working("warm-up"):
+                for _ in run_batch(model, own, **settings | size):
+                    pass
         batch = run_batch(model, own, **settings | size | WAYS[way], devices=devices if way == SEVERAL else None)
         with progress_bar(progress=progress, total=len(requests), unit="prompt") as bar:
             found = {}

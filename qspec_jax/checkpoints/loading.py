@@ -73,11 +73,10 @@ def load_model(
         log_nested(directory)
         weights = quantize_linears_for(model, texts, quantize=quantize_nested, progress=progress).weights()
         model = Llama(dataclasses.replace(model.checkpoint_config, nested_weights=True), lambda path, shape: weights[path])
-    with_tables(model.checkpoint_config, choice, directory)  # which refuses what the model cannot have
+    model = quantize_tables(model, choice, directory)
     for name, bits in (("embedding", choice.embedding_bits), ("head", choice.head_bits)):
         if bits == 8:
             log.info("%s: its %s is put into INT8, which changes logits slightly", directory, name)
-    model = quantize_tables(model, choice)
     model.origin = Origin(directory.resolve())
     return model
 
@@ -383,8 +382,7 @@ def outline_model(directory: str | Path, *, dtype: str | None = None, weights: s
     found = load_plan(directory, dtype=dtype, weights=weights)
     model = Llama(found.config, lambda path, shape: found.weights[path])
     choice = WeightsChoice.parse(weights)
-    with_tables(model.checkpoint_config, choice, directory)
-    return jax.eval_shape(lambda model: quantize_tables(model, choice), model)
+    return jax.eval_shape(lambda model: quantize_tables(model, choice, directory), model)
 
 
 def planned_config(directory: str | Path, choice: WeightsChoice = AS_STORED) -> LlamaConfig:
@@ -418,8 +416,11 @@ def planned_config(directory: str | Path, choice: WeightsChoice = AS_STORED) -> 
 
 
 def with_tables(config: LlamaConfig, choice: WeightsChoice, name: str | Path) -> LlamaConfig:
-    """The config of a model whose embedding and head are as is chosen, see `quantize_tables`. Raises InputError for an embedding in INT8
-    that is also the head, where that is not to be. name: of the checkpoint or the shape."""
+    """The config of a model whose embedding and head are as is chosen, see `quantize_tables`.
+
+    name: of the checkpoint or the shape, for errors. Raises InputError for an embedding that is to be in INT8 and is the head too, where
+    that is not to be.
+    """
     tied = config.tie_word_embeddings
     if choice.embedding_bits == 8:
         if tied and choice.head_bits == 16:
@@ -431,8 +432,9 @@ def with_tables(config: LlamaConfig, choice: WeightsChoice, name: str | Path) ->
     return config
 
 
-def quantize_tables(model: Llama, choice: WeightsChoice) -> Llama:
-    """The model with its embedding and head in INT8, as far as that is chosen."""
+def quantize_tables(model: Llama, choice: WeightsChoice, name: str | Path) -> Llama:
+    """The model with its embedding and head in INT8, as far as that is chosen. name, and errors: as of `with_tables`."""
+    with_tables(model.checkpoint_config, choice, name)
     model = quantize_embedding(model) if choice.embedding_bits == 8 else model
     return quantize_head(model) if choice.head_bits == 8 else model
 

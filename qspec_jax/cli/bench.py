@@ -168,7 +168,7 @@ def bench_decode(
     shape = huggingface.load_config(model) if arch is None else architecture(arch, layers)
     if arch is not None or random_weights:
         shape = with_weights(shape, choice)
-        loading.with_tables(shape, choice, f"--arch {arch}" if arch else model)  # which refuses what it cannot have
+        loading.with_tables(shape, choice, arch or model)  # which refuses what it cannot have
     check_positions("model", shape.max_length, "--context", max(contexts), max_new_tokens)
     for method in methods:
         CacheConfig.parse(method.cache).check(shape)
@@ -189,7 +189,7 @@ def bench_decode(
         name, place = arch or model, place_of(devices, distributed=False)
         if arch is not None or random_weights:
             network = random_model(shape, seed=seed, mesh=place)
-            network = loading.quantize_tables(network, choice)
+            network = loading.quantize_tables(network, choice, name)
         else:
             network, _ = load(model, None, quiet=as_json, weights=weights, place=place)
         return decode.run(

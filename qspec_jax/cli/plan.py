@@ -108,7 +108,7 @@ def plan(
     found = find_device(device)
     choice = WeightsChoice.parse(weights)
     shape = None if arch is None else with_weights(architecture(arch), choice)
-    config = loading.planned_config(model, choice) if shape is None else loading.with_tables(shape, choice, f"--arch {arch}")
+    config = loading.planned_config(model, choice) if shape is None else loading.with_tables(shape, choice, arch)
     max_new_tokens = min(NEW_TOKENS, config.max_length // 2) if max_new_tokens is None else max_new_tokens
     longest = config.max_length - max_new_tokens
     if longest < 1:

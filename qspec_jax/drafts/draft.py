@@ -130,7 +130,7 @@ class AcceptanceCounts:
 
     @classmethod
     def of_pass(cls, active: Bool[Array, "B"], eligible: Int[Array, "B"], accepted: Int[Array, "B"]) -> Self:
-        """Of one pass: in the rows that took part, of the drafts that they could use."""
+        """The counts of one pass. active: the rows that took part in it. eligible: the drafts that each could use."""
         found = eligible, accepted, (accepted < eligible).astype(jnp.int32)
         return cls(*(jnp.where(active, count, 0) for count in found))
 

@@ -249,8 +249,7 @@ class Llama(nnx.Module):
 
     @property
     def dtype(self) -> jnp.dtype:
-        table = self.embedding.get_value()
-        return self.norm.weight.get_value().dtype if isinstance(table, Int8Weight) else table.dtype
+        return self.norm.weight.get_value().dtype  # which no format of weights changes
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         x, factor = self._embedded(tokens), self._config.embedding_multiplier / self._config.residual_multiplier
