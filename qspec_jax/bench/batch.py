@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import operator
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -50,8 +51,9 @@ class BatchRow:
 
     Attributes:
         way: a key of `WAYS`.
-        stats: of the batch.
-        same_tokens: share of the prompts whose tokens are those of the first way.
+        stats: of the batch; of several decodes, that whose tokens/s are the median.
+        same_tokens: share of the prompts whose tokens are those of the first way, in all decodes.
+        all_tokens_per_second: of each decode, in their order.
     """
 
     way: str
@@ -60,6 +62,7 @@ class BatchRow:
     busy_slots: float
     draft_acceptance_rate: float | None
     same_tokens: float
+    all_tokens_per_second: list[float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +77,7 @@ class BatchReport(Run):
         exact: "bits" for passes of fixed bits, else "tokens".
         prompt_tokens: in all prompts together.
         simulated_rate: the chance that a draft is accepted, given those before it; None: drafts were verified.
+        repeats: decodes in each way, which take turns.
         rows: of each way.
         speedup: tokens/s of the refilled batch over those of fixed batches; None without fixed batches.
         decode_speedup: the ratio of their seconds of decoding alone.
@@ -96,6 +100,7 @@ class BatchReport(Run):
     exact: str
     prompt_tokens: int
     simulated_rate: float | None
+    repeats: int
     rows: list[BatchRow]
     speedup: float | None
     decode_speedup: float | None
@@ -118,6 +123,8 @@ class BatchReport(Run):
             shares = formatted(row.draft_acceptance_rate, ".3f"), f"{row.same_tokens:.1%}"
             found.add_row(row.way, f"{row.tokens_per_second:,.1f}", f"{row.busy_slots:.1%}", f"{s.rounds:,}", *seconds, *shares)
         notes = f"Batch size {self.batch_size}, {self.gamma} drafts a round, {self.prompt_tokens:,} tokens in the prompts."
+        if self.repeats > 1:
+            notes += f" Of {self.repeats} decodes in turn that with the median of tokens/s."
         if self.exact == BITS:
             notes += " Passes have fixed bits."
         if self.bits_speedup is not None:
@@ -178,11 +185,12 @@ def run(
     batch_size: int,
     ways: Sequence[str],
     rate: float | None,
+    repeats: int = 1,
     devices: Sequence[jax.Device] = (),
     kept: KeptRows = NOT_KEPT,
     progress: bool | None,
 ) -> BatchReport:
-    """Decodes all requests once in each way, after they have been decoded once to warm up.
+    """Decodes all requests `repeats` times in each way, after they have been decoded once to warm up. The ways take turns.
 
     Args:
         name: the model's, for the report.
@@ -191,6 +199,7 @@ def run(
         batch_size: rows at a time.
         ways: of `WAYS`, "refilled" first.
         rate: the simulated chance that a draft is accepted, given those before it; None verifies for real.
+        repeats: decodes in each way.
         devices: those of the way `SEVERAL`, each of which decodes `batch_size` rows.
         kept: the ways of an earlier run.
         progress: see `progress_bar`.
@@ -206,7 +215,8 @@ def run(
     settings = dict(batch_size=batch_size, strategy=strategy)
 
     rows_of_each = min(batch_size, -(-len(requests) // max(1, len(devices))))  # as several devices have
-    missing = [way for way in ways if way not in kept]
+    labels = {way: [way] if repeats == 1 else [f"{way}, {i + 1} of {repeats}" for i in range(repeats)] for way in ways}
+    missing = [way for way in ways if not all(label in kept for label in labels[way])]
     apart = devices if SEVERAL in missing else ()  # each has programs of its own
     alone = bool({*missing} - {EXACT_TOKENS}) and (not apart or rows_of_each < batch_size)
     with progress_bar(progress=progress, total=(alone + len(apart)) * len(requests), unit="prompt") as bar, working("warm-up"):
@@ -220,11 +230,14 @@ def run(
             warm_up(None, batch_size)
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda device: warm_up([device], rows_of_each), apart))
+    warm = {*ways} - {EXACT_TOKENS}
 
     def measured(way: str) -> _Decoded:
         own, size = prepared, {}
         if way == EXACT_TOKENS:
             own, size = with_tokens, {"batch_size": asked}
+        if way not in warm:  # after the first refilled decode, whose peak of memory it is no part of
+            warm.add(way)
             with working("warm-up"):
                 for _ in run_batch(model, own, **settings | size):
                     pass
@@ -237,12 +250,17 @@ def run(
         peak_bytes = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
         return _Decoded(batch.stats, [found[i] for i in sorted(found)], peak_bytes)
 
-    decoded = {way: kept.measured(way, _Decoded, functools.partial(measured, way), _described) for way in ways}
-    tokens, rows = decoded[ways[0]].tokens, []
-    for way, found in decoded.items():
-        same = sum(map(operator.eq, found.tokens, tokens)) / len(tokens)
-        rows.append(BatchRow(way, found.stats, **found.stats.rates, same_tokens=same))
-    peak_bytes = decoded["refilled"].peak_bytes
+    decoded = defaultdict(list)
+    for turn in range(repeats):
+        for way in ways:
+            decoded[way].append(kept.measured(labels[way][turn], _Decoded, functools.partial(measured, way), _described))
+    tokens, rows = decoded[ways[0]][0].tokens, []
+    for way, decodes in decoded.items():
+        same = sum(sum(map(operator.eq, each.tokens, tokens)) for each in decodes) / (len(tokens) * repeats)
+        speeds = [each.stats.rates["tokens_per_second"] for each in decodes]
+        stats = decodes[speeds.index(statistics.median_low(speeds))].stats
+        rows.append(BatchRow(way, stats, **stats.rates, same_tokens=same, all_tokens_per_second=speeds))
+    peak_bytes = decoded["refilled"][0].peak_bytes
     found = {row.way: row for row in rows}
     refilled, fixed, several, usual = (found.get(way) for way in ("refilled", "fixed", SEVERAL, EXACT_TOKENS))
     prefill_s = kept.measured("prefill alone", float, lambda: _prefill_seconds(prepared, strategy), lambda seconds: f"{seconds:.1f} s")
@@ -256,6 +274,7 @@ def run(
         exact=TOKENS if prepared.exact == AUTO else prepared.exact,  # batches run auto as tokens
         prompt_tokens=sum(len(request.tokens) for request in requests),
         simulated_rate=rate,
+        repeats=repeats,
         rows=rows,
         speedup=fixed and refilled.tokens_per_second / fixed.tokens_per_second,
         decode_speedup=fixed and fixed.stats.decode_s / refilled.stats.decode_s,

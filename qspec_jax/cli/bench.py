@@ -244,6 +244,7 @@ def bench_batch(
             "to one with tokens.",
         ),
     ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Decodes in each way, in turn; that with the median of tokens/s is given.")] = 1,
     devices: Devices = "1",
     seed: Seed = 0,
     dtype: DtypeOption = None,
@@ -300,6 +301,7 @@ def bench_batch(
             ways=[way for way in batch.WAYS if way not in left_out],
             devices=several,
             rate=rate,
+            repeats=repeats,
             kept=kept,
             progress=False if as_json else None,
         )
