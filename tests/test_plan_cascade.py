@@ -228,6 +228,17 @@ def test_memory_of_a_head(head):
     assert memory(f"eagle3:model={head},weight_bits=4,head_bits=8").draft < 0.4 * memory(f"eagle3:model={head}").draft
 
 
+def test_what_a_head_shares_with_the_target_counts_once(head):
+    """What makes its logits, of the whole vocabulary: the target's as it is, and in INT8 where the target's is in INT8 too."""
+    (head / "config.json").write_text(json.dumps(HEAD | {"draft_vocab_size": LLAMA_8B.vocab_size}))
+
+    def of_head(bits: int, **target) -> float:
+        config, text = dataclasses.replace(LLAMA_8B, **target), f"eagle3:model={head},head_bits={bits}"
+        return memory_of(config, INT8, planned.drafts_of(config, text), batch=1, context=4096, new_tokens=64, gamma=GAMMA).draft
+
+    assert of_head(8, int8_head=True) == of_head(16) == of_head(8) - LLAMA_8B.vocab_size * (4096 + 4)
+
+
 def test_a_head_in_fewer_bits_is_faster(head):
     row = lambda settings: row_for(f"eagle3:model={head}{settings}", acceptances={"": 0.6})
     int4, int8 = row(",weight_bits=4"), row(",weight_bits=4,head_bits=8")

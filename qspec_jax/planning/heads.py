@@ -55,15 +55,15 @@ def prefill_of_head(device: Device, draft: Eagle3Draft, *, batch: int, tokens: i
     return Cost(fused.floor + head_cost(device, draft, context=0, batch=batch, tokens=read).floor)
 
 
-def head_memory(draft: Eagle3Draft, *, batch: int, appended: int) -> int:
+def head_memory(draft: Eagle3Draft, *, batch: int, appended: int, int8_head: bool) -> int:
     """Bytes of the head's own weights, which are those that are not the target's, of its keys and values, and of the features that it
-    keeps. appended: tokens that a round appends to the keys and values."""
+    keeps. appended: tokens that a round appends to the keys and values. int8_head: whether the target makes its logits in INT8."""
     head, settings = draft.head, draft.head.settings
     weights = dict(head.weights())
     # What may be the target's is taken to be, see `load_head`.
     if settings.may_share_embedding:
         weights.pop("embedding")
-    if settings.may_share_head and not isinstance(weights["head"], Int8Weight):
+    if settings.may_share_head and (int8_head or not isinstance(weights["head"], Int8Weight)):
         weights.pop("head")
     held = Reads(0, 0, draft.sinks + draft.window + tokens_of_sinks(draft.sinks) + appended)
     features = ITEM_BYTES * (draft.taps.first + draft.taps.last) * head.config.hidden_size

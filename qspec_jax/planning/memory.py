@@ -50,8 +50,8 @@ def memory_of(
     own = [i for i, bits in enumerate(zip(*(each.weight_bits for each in shared))) if 4 in bits]
     in_target = config.int4_weights or config.nested_weights
     draft = 0 if in_target else sum(count * int4_bytes(config, i) for i, count in layer_kinds(config, own).items())
-    heads = {each.weight_bits for each in shared if each.head_bits == 8}
-    decoding = 0 if config.int8_head else len(heads) * head_bytes(config, 8)  # made after prefill
+    made = {each.weight_bits for each in shared if each.head_bits == 8}
+    decoding = 0 if config.int8_head else len(made) * head_bytes(config, 8)  # made after prefill
     shapes = cache.outline(config, context + new_tokens, gamma)
     for each, appended in steps:
         own = each.model.step.model.config
@@ -65,7 +65,8 @@ def memory_of(
             else:  # the rings of other layers are the target's
                 of_layers = ((i, held) for i in cache_read.full_layers)
             draft += batch * sum(cache_read.bytes_of_reads(i, reads)[0] for i, reads in of_layers)
-    draft += sum(head_memory(part.head, batch=batch, appended=gamma + 1) for part, _ in parts if part.head is not None)
+    heads = (part.head for part, _ in parts if part.head is not None)
+    draft += sum(head_memory(head, batch=batch, appended=gamma + 1, int8_head=config.int8_head) for head in heads)
     host = batch * shapes.num_host_bytes
     # While a layer is computed, the next is copied. The last one without a sliding window is copied if any is.
     reads = shapes.reads(BOTH_PLANES, context)
