@@ -124,7 +124,7 @@ class BatchReport(Run):
             found.add_row(row.way, f"{row.tokens_per_second:,.1f}", f"{row.busy_slots:.1%}", f"{s.rounds:,}", *seconds, *shares)
         notes = f"Batch size {self.batch_size}, {self.gamma} drafts a round, {self.prompt_tokens:,} tokens in the prompts."
         if self.repeats > 1:
-            notes += f" Of {self.repeats} decodes in turn that with the median of tokens/s."
+            notes += f" Each way decoded {self.repeats} times, in turn; the decode with the median of tokens/s is given."
         if self.exact == BITS:
             notes += " Passes have fixed bits."
         if self.bits_speedup is not None:
