@@ -124,6 +124,20 @@ def test_teams_that_have_whole_folds_give_the_same_bits(monkeypatch, planes):
 
 
 @pytest.mark.parametrize("planes", [2, None])
+def test_rows_of_a_batch_have_the_bits_that_they_have_alone(monkeypatch, planes):
+    """By the configurations that are chosen for them, which differ."""
+    monkeypatch.setattr(mosaic_plan, "multiprocessors", lambda: 4)
+    q, layer, lengths = problem(planes)
+    every = attend(q, layer, lengths, DenseView(planes), None, 3, 5)
+    configs = [attention.plan_for(q[:, :5], layer, DenseView(planes)).config]
+    for row in ALL_ROWS:
+        alone = of_rows((row,), q, layer, lengths)
+        configs.append(attention.plan_for(alone[0][:, :5], alone[1], DenseView(planes)).config)
+        np.testing.assert_array_equal(attend(*alone, DenseView(planes), None, 3, 5)[0], every[row])
+    assert len(set(configs)) == 2 and configs[0] != configs[1]
+
+
+@pytest.mark.parametrize("planes", [2, None])
 def test_values_are_those_of_the_reference(planes):
     q, layer, lengths = problem(planes)
     out = of_pass(planes, *(PASSES if planes else of_two_warps(PASSES))[0])

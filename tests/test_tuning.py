@@ -1,6 +1,7 @@
 """The files of tuned configurations: what is stored is found again, and what is in the package can be used."""
 
 import dataclasses
+import itertools
 import json
 import math
 from types import SimpleNamespace
@@ -79,6 +80,18 @@ def test_blocks_for_the_rows_of_a_batch():
             splits = dataclasses.replace(alone, batch=batch).balanced().splits
             assert splits % batch == 0 and 2 * resident <= splits - batch <= 8 * (batch + resident)
             assert splits / (math.ceil(splits / resident) * resident) >= 0.75
+
+
+def test_blocks_for_the_rows_of_a_batch_with_fixed_runs(monkeypatch):
+    """A row has few runs: no team is without, and each has two partial results or more, unless multiprocessors would have no work."""
+    monkeypatch.setattr(mosaic_plan, "multiprocessors", lambda: 132)
+    for batch, groups in itertools.product((2, 3, 16, 17, 64, 200), (3, 9, 32, 256, 1024)):
+        fixed = dataclasses.replace(plan, batch=batch, kv_heads=8, groups=groups, fixed_runs=True).configured(None)
+        each, resident = fixed.splits // batch, 132 * fixed.config.blocks // 8
+        assert fixed.splits % batch == 0 and fixed.slots >= 3
+        most = fixed.max_partials / (mosaic_plan.PARTIALS_EACH * fixed.teams)
+        assert each <= max(1, most, resident / batch)
+        assert fixed.splits * fixed.teams >= min(resident * 3 / 4, batch * fixed.max_partials / mosaic_plan.PARTIALS_EACH)
 
 
 @pytest.mark.parametrize(

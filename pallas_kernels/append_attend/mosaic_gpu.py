@@ -6,7 +6,7 @@ import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels.attention import mosaic_gpu as attention
-from pallas_kernels.attention.mosaic_plan import Config
+from pallas_kernels.attention.mosaic_plan import ENOUGH_SLOTS, Config
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
 from pallas_kernels.formats.token_codes import Layer
 from pallas_kernels.formats.views import View
@@ -23,8 +23,8 @@ def unsupported(qkv: Array, cos: Array, sin: Array, layer: Layer, lengths: Lengt
     if reason := reason or rope_append.unsupported(qkv, cos, sin, layer.buffer, lengths.buffered):
         return reason
     separate, fused = (attention.plan_for(q, layer, view, appends=appends) for appends in (False, True))
-    if dataclasses.replace(fused, appends=False) != separate or fused.slots < separate.slots:
-        return "would have another configuration than attention alone, or fewer slots of the ring"
+    if dataclasses.replace(fused, appends=False) != separate or fused.slots < min(separate.slots, ENOUGH_SLOTS):
+        return f"would have another configuration than attention alone, or fewer than {ENOUGH_SLOTS} slots of the ring where that has more"
     return None
 
 

@@ -18,9 +18,10 @@ TEAMS = 8  # of a block: each has a named barrier
 WAVES = 64  # blocks for each multiprocessor, at most: more only cost memory for their partial results
 # Blocks for a batch (`Plan.balanced`): one for each row, and besides at least TURNS times the resident ones. Up to MORE_EACH more for each
 # row are tried as well, and the smallest number is taken that keeps BUSY of the best share of multiprocessors at work.
-TURNS, MORE_EACH, BUSY = 2, 4, 0.95
+# With fixed runs a team of a batch should have PARTIALS_EACH partial results, if that leaves all multiprocessors at work.
+TURNS, MORE_EACH, BUSY, PARTIALS_EACH = 2, 4, 0.95, 2
 MORE_TILES = 3  # of query rows: a problem that was tuned with up to 3 tiles more lends its configuration (`alike`)
-MIN_SLOTS = 2  # of a team: keys and values in turn
+MIN_SLOTS, ENOUGH_SLOTS = 2, 4  # of a team: keys and values in turn, once and twice
 LIST_WORDS = 2  # of a list that a lane keeps, 32 columns each
 ROWS = 8  # query rows of a tile
 # Registers of a multiprocessor, and of a thread at most.
@@ -137,7 +138,11 @@ class Plan:
             return self
         resident = self.config.splits
         min_each = math.ceil((self.batch + TURNS * resident) / self.batch)
-        options = [self.batch * each for each in range(min_each, min_each + resident // self.batch + MORE_EACH)]
+        last = min_each + resident // self.batch + MORE_EACH
+        if self.fixed_runs:  # of which a team would have few, or none
+            most = max(resident // self.batch, self.max_partials // (PARTIALS_EACH * self.teams), 1)
+            min_each, last = min(min_each, most), min(last, most + 1)
+        options = [self.batch * each for each in range(min_each, last)]
 
         def busy(splits: int) -> float:
             return splits / (math.ceil(splits / resident) * resident)
@@ -161,6 +166,8 @@ class Plan:
         many = [*([] if self.planes is None else [(1, 3, 4)]), (1, 2, 4), (2, 1, 4), (1, 1, 4), (1, 1, 2)]
         if self.fixed_runs and self.planes is None:
             few[None], many = [(1, 1, 1)], [(2, 1, 2), (1, 1, 2)]
+        elif self.fixed_runs and self.batch > 1:  # a row has few runs, and all teams of a block are of one row
+            few[self.planes], many = ([(2, 1, 4), *each] for each in (few[self.planes], many))
         elif self.fixed_runs:
             few[self.planes] = [(1, 3, 4), *few[self.planes]]
         shapes = few[self.planes] if self.block_tiles <= 2 else many
