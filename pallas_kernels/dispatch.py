@@ -159,9 +159,10 @@ def fixed_order() -> Iterator[None]:
     """What is traced within the context gives a token the same bits whatever else a pass holds: sums are added up in an order that depends
     on the row's length alone; over a full-precision cache it changes at every multiple of `attention.support.PASS_SPAN` tokens.
 
-    On a GPU only kernels that do so are chosen. The reference keeps to it in attention alone, whose chunks of the cache then have one size
-    and places that do not depend on the capacity. A function under `jax.jit` that was traced outside of the context, for arguments like
-    these, is not traced again within it; what runs is then what was chosen outside.
+    On a GPU "auto" chooses only kernels that do so; another implementation that is asked for by name may not. The reference keeps to it in
+    attention alone, whose chunks of the cache then have one size and places that do not depend on the capacity. A function under `jax.jit`
+    that was traced outside of the context, for arguments like these, is not traced again within it; what runs is then what was chosen
+    outside.
     """
     token = _fixed_order.set(True)
     try:

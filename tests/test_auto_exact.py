@@ -69,6 +69,16 @@ def test_what_else_there_is_has_tokens_and_says_why(model, as_gpu, caplog, chang
     assert "exact auto: tokens, since " in caplog.text and "give exact tokens" not in caplog.text and why in caplog.text
 
 
+@pytest.mark.parametrize("changed", [dict(attention_bias=True), dict(model_type="qwen3", architectures=["Qwen3ForCausalLM"])])
+def test_layers_that_were_not_checked_on_a_gpu_have_tokens(as_gpu, caplog, changed):
+    model = random_model(jnp.bfloat16, num_hidden_layers=1, **changed)
+    with caplog.at_level(logging.INFO):
+        assert run_of(model, PROMPTS[:1]).prepared.exact == "tokens"
+    assert "bits for Llama's layers alone" in caplog.text
+    bits = run_of(model, PROMPTS[:1], exact="bits")  # which may be asked for
+    assert bits.prepared.exact == "bits"
+
+
 @pytest.mark.parametrize("coded", [quantize_linears, nest_linears])
 @pytest.mark.parametrize("parts", [1, 2], ids=["all layers", "some layers"])
 def test_a_model_with_coded_weights_has_tokens(model, as_gpu, caplog, coded, parts):

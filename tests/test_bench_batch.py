@@ -52,7 +52,7 @@ def test_table_of_a_checkpoint(run, directory, tmp_path):
     text.write_text("import os\nfor name in os.listdir():\n    print(name)\n" * 3)
     few = ["--prompts", 2, "--batch-size", 8, *SIZES[4:]]
     code, out, _ = run("bench", "batch", "--model", directory, "--file", text, *few, "--dtype", "float32", "--gamma", 2, "--exact", "bits")
-    assert "Passes have fixed bits" in out
+    assert "With exact bits" in out
     assert code == 0 and all(word in out for word in ("refilled", "fixed", "slots busy", "times as fast")) and "simulated" not in out
     assert (
         "Batch size 2" in out

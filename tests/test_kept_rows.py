@@ -323,8 +323,9 @@ def test_bench_batch(run, tmp_path, one_layer, monkeypatch, counted):
             self.stats = BatchStats(prompts=2, new_tokens=6, rounds=3, decode_s=decode_s, prefill_s=1.0)
 
         def __iter__(self):
+            differs = len(call.calls) == 5 and "--repeats" in arguments
             for index in (1, 0):
-                yield Result(index, [index, 5], "", "length", None)
+                yield Result(index, [index, 6 if differs and index else 5], "", "length", None)
 
     call = counted(batch, "run_batch", Decoded)
     monkeypatch.setattr(batch, "_prefill_seconds", lambda prepared, strategy: 0.5)
@@ -345,6 +346,7 @@ def test_bench_batch(run, tmp_path, one_layer, monkeypatch, counted):
     arguments += ["--repeats", 3]
     rows = json.loads(run(*arguments)[1])["rows"]
     assert len(call.calls) == 7 and [row["stats"]["decode_s"] for row in rows] == [2.0, 5.0]
+    assert [row["same_tokens"] for row in rows] == [1.0, pytest.approx(5 / 6)]  # one prompt of one decode of the second way has others
     assert [row["all_tokens_per_second"] for row in rows] == [[3, 0.6, 2], [1, 6 / 7, 1.2]]
 
 

@@ -9,8 +9,8 @@ from pallas_kernels.formats.views import ChosenTokens, DenseView, LargestMass, L
 
 MAX_TOKENS = 128  # of a row
 MAX_ROUND_TOKENS = 16  # of a row in a verification: for these the time is known (`qspec_jax.planning`)
-# In a fixed order, a pass over a full-precision cache gives the same bits to tokens up to the next multiple of these: attention divides a
-# row by the multiple before them.
+# In a fixed order, a pass over a full-precision cache gives the same bits to tokens up to the next multiple of these after its first token:
+# attention divides a row up to there.
 PASS_SPAN = 512
 MAX_SHARING_ROWS = 16  # query rows of a KV head, of one row of the batch, for which groups that rows share are read once
 HEAD_DIMS = (64, 128, 256)

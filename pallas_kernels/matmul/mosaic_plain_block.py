@@ -3,7 +3,8 @@
 It has the same share of the outputs of each weight as every other block, and goes through all inputs, a step at a time. The tensor memory
 accelerator copies a step's weights and activations to a slot of a ring in shared memory; as many steps are on their way as there are slots.
 A warpgroup multiplies 64 rows, which a product takes: of those that there are no activations for it reads whatever is in shared memory, and
-their outputs are not written. Where there are two warpgroups, both multiply by the same slots.
+their outputs are not written. Or it multiplies 64 outputs by all rows (`weights_first`). Where there are two warpgroups, both multiply by
+the same slots.
 """
 
 import functools

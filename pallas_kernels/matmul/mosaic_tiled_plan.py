@@ -7,13 +7,12 @@ import itertools
 import math
 
 from pallas_kernels.gpu.launch import RESERVED_BYTES, SHARED_BYTES, clusters_at_once
-from pallas_kernels.matmul.mosaic_plain_plan import ITEM_BYTES, TILE, Product
+from pallas_kernels.matmul.mosaic_plain_plan import ENOUGH_SLOTS, ITEM_BYTES, TILE, Product
 
 WARPGROUPS = 2
 STEP = 64  # inputs that a block multiplies at once
 WGMMA_M, MAX_WGMMA_N = 64, 256  # outputs of one product of the tensor cores, and the most rows: weights are its first operand
 ACCUMULATORS = 160  # registers of a thread that hold sums: with more of them they have no place
-ENOUGH_SLOTS = 3
 # What a launch's time is estimated by: copies from the L2 to all blocks, and products of a block, a second, and what of the shorter of both
 # is not hidden. Fitted to 56 launches of an H200 with 320 and 512 rows (2026-11-30, off by 12 % on average).
 L2_BYTES, PRODUCTS, NOT_HIDDEN = 8e12, 2048 * 1.7e9, 0.5
@@ -116,7 +115,6 @@ class TiledPlan(Product):
         return (
             self.config.tile <= min(self.outputs)
             and self.row_tile <= min(self.tiled_rows, WARPGROUPS * MAX_WGMMA_N if self.by_rows else MAX_WGMMA_N)
-            and rows <= MAX_WGMMA_N
             and self.weights_at_once * outputs * rows <= ACCUMULATORS * 128
             and self.slots >= min(self.steps, ENOUGH_SLOTS)
             and common // TILE % self.config.cluster == 0

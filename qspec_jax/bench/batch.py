@@ -74,7 +74,7 @@ class BatchReport(Run):
         prompts: their number.
         batch_size: rows decoded at a time on each device.
         gamma: the most drafts of a round.
-        exact: "bits" for passes of fixed bits, else "tokens".
+        exact: "bits" or "tokens".
         prompt_tokens: in all prompts together.
         simulated_rate: the chance that a draft is accepted, given those before it; None: drafts were verified.
         repeats: decodes in each way, which take turns.
@@ -126,7 +126,7 @@ class BatchReport(Run):
         if self.repeats > 1:
             notes += f" Each way decoded {self.repeats} times, in turn; the decode with the median of tokens/s is given."
         if self.exact == BITS:
-            notes += " Passes have fixed bits."
+            notes += " With exact bits."
         if self.bits_speedup is not None:
             notes += f" With them refilled is {self.bits_speedup:.3f} times as fast as with {EXACT_TOKENS}."
         if self.simulated_rate is not None:

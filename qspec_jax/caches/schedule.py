@@ -5,7 +5,7 @@ quantization group, in kivi and specache `residual` tokens, which may be several
 `recent` tokens. A row of n cached tokens has `quantized_length(n)` of them quantized, which depends on n alone, and the others, fewer than
 2G, in the buffer. A round uses at most 2G - 1 - buffered drafts: with the pending token they fill the buffer to 2G tokens at most, where
 one-by-one decoding would flush. With more, the target would read other codes than one-by-one decoding does, and its output would differ.
-A full cache quantizes nothing, but its rounds end at multiples of a span of tokens: attention with fixed bits divides a row by these.
+A full cache quantizes nothing, but its rounds end at multiples of a span of tokens: attention with exact bits divides a row by these.
 See QuantSpec (arXiv 2502.10424), section 4.3 and algorithm 1.
 """
 

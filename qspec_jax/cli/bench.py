@@ -126,7 +126,7 @@ def bench_decode(
         list[str] | None,
         typer.Option(
             metavar="|".join(EXACT),
-            help="bits: all methods with passes of fixed bits; auto, if not given: as generate has it; may be given several times, to "
+            help="bits: all methods with exact bits; auto, if not given: as generate has it; may be given several times, to "
             "compare them in one run.",
         ),
     ] = None,
@@ -162,7 +162,7 @@ def bench_decode(
             raise InputError("--transformers measures one row only; leave out --batch-size")
         transformers_decode.check()
     exacts = list(dict.fromkeys(exact or [AUTO]))
-    for method, each in itertools.product(methods, exacts):  # which refuses caches that have no fixed bits
+    for method, each in itertools.product(methods, exacts):  # which refuses caches that have no exact bits
         GenerationConfig(cache=method.cache, draft=method.draft, exact=each, num_speculative_tokens=max(gammas))
     choice = WeightsChoice.parse(weights)
     shape = huggingface.load_config(model) if arch is None else architecture(arch, layers)
@@ -240,11 +240,17 @@ def bench_batch(
         list[str] | None,
         typer.Option(
             metavar="|".join(EXACT),
-            help="bits: with passes of fixed bits; auto, the default: tokens, as batch has it. Given both, the batch with bits is compared "
+            help="bits: with exact bits; auto, the default: tokens, as batch has it. Given both, the batch with bits is compared "
             "to one with tokens.",
         ),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Decodes in each way, in turn; that with the median of tokens/s is given.")] = 1,
+    repeats: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Decodes in each way, which take turns. That with the median of tokens/s is given; of an even number, the slower one in the middle.",
+        ),
+    ] = 1,
     devices: Devices = "1",
     seed: Seed = 0,
     dtype: DtypeOption = None,

@@ -53,7 +53,7 @@ def exactness_command(
         bool, typer.Option("--joined", help="Join the files, and cut --texts texts (4, if not given) from them, spread evenly.")
     ] = False,
     adaptive: Annotated[bool, typer.Option("--adaptive", help="Adapt the number of draft tokens per row to its past acceptance.")] = False,
-    exact: Annotated[str, typer.Option(metavar=f"{TOKENS}|{BITS}", help="bits: all decodes with passes of fixed bits.")] = TOKENS,
+    exact: Annotated[str, typer.Option(metavar=f"{TOKENS}|{BITS}", help="bits: all decodes with exact bits.")] = TOKENS,
     scheme: Scheme = CacheConfig.scheme,
     group_size: GroupSize = None,
     dtype: DtypeOption = None,

@@ -158,7 +158,13 @@ WeightsOption = Annotated[
         "calibration=FILE, and head_bits=8 the head, embedding_bits=8 the embedding into INT8.",
     ),
 ]
-DtypeOption = Annotated[Dtype | None, typer.Option("--dtype", help="As stored, if not given. float64 is for exactness checks on a CPU.")]
+DtypeOption = Annotated[
+    Dtype | None,
+    typer.Option(
+        "--dtype",
+        help="As stored, if not given, but the embedded model, where none is named, in float32 on a CPU. float64 is for exactness checks.",
+    ),
+]
 Devices = Annotated[
     str, typer.Option("--devices", metavar="N", help="How many devices of this machine to work on, a copy of the weights on each; or all.")
 ]
@@ -251,8 +257,8 @@ class _Settings:
         str,
         typer.Option(
             metavar="|".join(EXACT),
-            help="bits: greedy tokens are those of one-by-one decoding to the last one, near ties included; auto: for single greedy "
-            "prompts on Hopper GPUs, where that costs hardly anything.",
+            help="bits: greedy tokens are those of one-by-one decoding to the last one, near ties included; auto: bits for a single greedy "
+            "prompt of generate on Hopper GPUs, where they cost hardly anything, else tokens.",
         ),
     ] = AUTO
 

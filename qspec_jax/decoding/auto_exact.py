@@ -52,8 +52,8 @@ def exact_of_rows(
 ) -> str:
     """What exact "auto" is for rows that are decoded together. On a GPU one line is logged, at INFO, with the choice.
 
-    It is "bits" for a single greedy prompt that can have them. Prompts of a batch would be read one after the other, and passes of many
-    rows would be slower, most of all with INT4 and nested weights (docs/exact.md).
+    It is "bits" for a single greedy prompt that can have them, of a model whose layers were checked on a GPU. Prompts of a batch would be
+    read one after the other; passes of many rows, and INT4 and nested weights, have been measured too little (docs/exact.md).
 
     Args:
         model, draft: of the rows; the model may be an outline.
@@ -69,6 +69,10 @@ def exact_of_rows(
         return _logged(TOKENS, f"since {AUTO} is {BITS} for greedy decoding alone")
     if any(isinstance(weight, CodedWeight) for weight in model.weights().values()):
         return _logged(TOKENS, f"since {AUTO} is {BITS} for models without INT4 and nested weights")
+    if not model.config.has_llama_layers:
+        return _logged(
+            TOKENS, f"since {AUTO} is {BITS} for Llama's layers alone, without biases, multipliers and norms of queries and keys"
+        )
     try:
         config = dataclasses.replace(config, exact=BITS)
         engine = Engine.for_configs(model, draft, [config], prompt_tokens=len(prompts[0]))

@@ -110,8 +110,8 @@ class ExactnessReport(Run):
             first = formatted(row.first, ",")
             decodes.add_row(*name, str(row.rows), str(len(row.differences)), f"{row.tokens:,}", first, f"{row.share:.2%}")
         notes = [
-            "Compared with greedy decoding of each prompt alone, one token at a time, over the same cache. "
-            "The row of none at batch 1 is that once more.",
+            "Compared with greedy decoding of each prompt alone, one token at a time, over the same cache."
+            + " The row of none at batch 1 is that once more." * any(row.draft == NONE and row.batch == 1 for row in self.results),
             "Tokens agree up to the first difference of their row; after it the row reads another text.",
         ]
         parts: list[Any] = [decodes]

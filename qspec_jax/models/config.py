@@ -97,6 +97,13 @@ class LlamaConfig:
         return self.norms == INPUT and self.activation == SILU and not self.norm_offset and self.experts is None
 
     @property
+    def has_llama_layers(self) -> bool:
+        """Whether layers compute what Llama's do: no biases, norms of queries and keys, multipliers, or else what `is_fusable` excludes."""
+        multipliers = self.embedding_multiplier, self.residual_multiplier, self.logits_scaling
+        added = self.qkv_bias or self.output_bias or self.mlp_bias or self.qk_norm is not None or self.attention_scale is not None
+        return self.is_fusable and not added and set(multipliers) == {1.0}
+
+    @property
     def expert_layers(self) -> tuple[int, ...]:
         """The layers that have experts instead of one MLP."""
         return () if self.experts is None else self.experts.layers
