@@ -248,7 +248,8 @@ def bench_batch(
         int,
         typer.Option(
             min=1,
-            help="Decodes in each way, which take turns. That with the median of tokens/s is given; of an even number, the slower one in the middle.",
+            help="Decodes in each way, which take turns. That with the median of tokens/s is given; of an even number, the slower one in "
+            "the middle.",
         ),
     ] = 1,
     devices: Devices = "1",
