@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from qspec_jax.errors import InputError, writing
-from qspec_jax.files import is_replaced
+from qspec_jax.files import check_writable, is_replaced
 from qspec_jax.partial_file import PartialFile
 from qspec_jax.progress import tell_row, working
 from qspec_jax.reports import this_run
@@ -65,6 +65,8 @@ class KeptRows:
         if output is None or not is_replaced(output):
             yield kept
             return
+        with writing(output):
+            check_writable(output)
         kept._file = file = PartialFile(output, "is not an unfinished report; move it away, or choose another output", needs_lock=False)
         kept.path, ended = file.path, False
         try:

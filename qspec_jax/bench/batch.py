@@ -73,7 +73,7 @@ class BatchReport(Run):
         model: its name.
         prompts: their number.
         batch_size: rows decoded at a time on each device.
-        gamma: the most drafts of a round.
+        gamma: the most drafts of a round; 0 without drafts.
         exact: "bits" or "tokens".
         prompt_tokens: in all prompts together.
         simulated_rate: the chance that a draft is accepted, given those before it; None: drafts were verified.
@@ -122,7 +122,8 @@ class BatchReport(Run):
             seconds = f"{s.decode_s:.1f}", f"{s.prefill_s:.1f}", f"{s.compile_s:.1f}"
             shares = formatted(row.draft_acceptance_rate, ".3f"), f"{row.same_tokens:.1%}"
             found.add_row(row.way, f"{row.tokens_per_second:,.1f}", f"{row.busy_slots:.1%}", f"{s.rounds:,}", *seconds, *shares)
-        notes = f"Batch size {self.batch_size}, {self.gamma} drafts a round, {self.prompt_tokens:,} tokens in the prompts."
+        drafts = f"{self.gamma} drafts a round, " if self.gamma else ""
+        notes = f"Batch size {self.batch_size}, {drafts}{self.prompt_tokens:,} tokens in the prompts."
         if self.repeats > 1:
             notes += f" Each way decoded {self.repeats} times, in turn; the decode with the median of tokens/s is given."
         if self.exact == BITS:
@@ -190,7 +191,7 @@ def run(
     kept: KeptRows = NOT_KEPT,
     progress: bool | None,
 ) -> BatchReport:
-    """Decodes all requests `repeats` times in each way, after they have been decoded once to warm up. The ways take turns.
+    """Decodes all requests `repeats` times in each way, after they have been decoded so once to warm up. The ways take turns.
 
     Args:
         name: the model's, for the report.
@@ -218,7 +219,7 @@ def run(
     labels = {way: [way] if repeats == 1 else [f"{way}, {i + 1} of {repeats}" for i in range(repeats)] for way in ways}
     missing = [way for way in ways if not all(label in kept for label in labels[way])]
     apart = devices if SEVERAL in missing else ()  # each has programs of its own
-    alone = bool({*missing} - {EXACT_TOKENS}) and (not apart or rows_of_each < batch_size)
+    alone = "refilled" in missing and (not apart or rows_of_each < batch_size)
     with progress_bar(progress=progress, total=(alone + len(apart)) * len(requests), unit="prompt") as bar, working("warm-up"):
 
         def warm_up(own: list[jax.Device] | None, rows: int) -> None:
@@ -230,7 +231,7 @@ def run(
             warm_up(None, batch_size)
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda device: warm_up([device], rows_of_each), apart))
-    warm = {*ways} - {EXACT_TOKENS}
+    warm = {"refilled", SEVERAL}
 
     def measured(way: str) -> _Decoded:
         own, size = prepared, {}
@@ -239,7 +240,7 @@ def run(
         if way not in warm:  # after the first refilled decode, whose peak of memory it is no part of
             warm.add(way)
             with working("warm-up"):
-                for _ in run_batch(model, own, **settings | size):
+                for _ in run_batch(model, own, **settings | size | WAYS[way]):
                     pass
         batch = run_batch(model, own, **settings | size | WAYS[way], devices=devices if way == SEVERAL else None)
         with progress_bar(progress=progress, total=len(requests), unit="prompt") as bar:
@@ -270,7 +271,7 @@ def run(
         model=name,
         prompts=len(requests),
         batch_size=batch_size,
-        gamma=max(request.config.num_speculative_tokens for request in requests),
+        gamma=max(request.config.num_speculative_tokens if request.config.speculative else 0 for request in requests),
         exact=TOKENS if prepared.exact == AUTO else prepared.exact,  # batches run auto as tokens
         prompt_tokens=sum(len(request.tokens) for request in requests),
         simulated_rate=rate,
