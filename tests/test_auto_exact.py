@@ -69,7 +69,14 @@ def test_what_else_there_is_has_tokens_and_says_why(model, as_gpu, caplog, chang
     assert "exact auto: tokens, since " in caplog.text and "give exact tokens" not in caplog.text and why in caplog.text
 
 
-@pytest.mark.parametrize("changed", [dict(attention_bias=True), dict(model_type="qwen3", architectures=["Qwen3ForCausalLM"])])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        dict(attention_bias=True),
+        dict(model_type="qwen3", architectures=["Qwen3ForCausalLM"]),
+        dict(model_type="smollm3", architectures=["SmolLM3ForCausalLM"], no_rope_layers=[0]),
+    ],
+)
 def test_layers_that_were_not_checked_on_a_gpu_have_tokens(as_gpu, caplog, changed):
     model = random_model(jnp.bfloat16, num_hidden_layers=1, **changed)
     with caplog.at_level(logging.INFO):

@@ -139,7 +139,7 @@ class Plan:
         resident = self.config.splits
         min_each = math.ceil((self.batch + TURNS * resident) / self.batch)
         last = min_each + resident // self.batch + MORE_EACH
-        if self.fixed_runs:  # of which a team would have few, or none
+        if self.fixed_runs:  # with more blocks teams would have few runs, or none
             most = max(resident // self.batch, self.max_partials // (PARTIALS_EACH * self.teams), 1)
             min_each, last = min(min_each, most), min(last, most + 1)
         options = [self.batch * each for each in range(min_each, last)]

@@ -202,7 +202,7 @@ def run(
         rate: the simulated chance that a draft is accepted, given those before it; None verifies for real.
         repeats: decodes in each way.
         devices: those of the way `SEVERAL`, each of which decodes `batch_size` rows.
-        kept: the ways of an earlier run.
+        kept: the decodes of an earlier run.
         progress: see `progress_bar`.
     """
 

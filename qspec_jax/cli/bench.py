@@ -271,11 +271,9 @@ def bench_batch(
     lengths, new = batch.bounds("--prompt-tokens", prompt_tokens, 1), batch.bounds("--new-tokens", new_tokens, 2)  # the first is prefill's
     parse_draft(draft)  # which raises InputError for auto, whose gamma would be open
     gamma = GAMMA if num_speculative_tokens is None else num_speculative_tokens
-    config = GenerationConfig(draft=draft, num_speculative_tokens=gamma, temperature=temperature, ignore_eos=True)
-    for each in exacts:  # which refuses what is none
-        config = dataclasses.replace(config, exact=each)
-    if BITS in exacts:
-        config = dataclasses.replace(config, exact=BITS)
+    settings = dict(draft=draft, num_speculative_tokens=gamma, temperature=temperature, ignore_eos=True)
+    configs = {each: GenerationConfig(**settings, exact=each) for each in sorted(exacts)}
+    config = configs[BITS if BITS in exacts else min(exacts)]
     check_gamma(config.num_speculative_tokens)
     several = devices_of(devices)
     both = BITS in exacts and len(exacts) > 1

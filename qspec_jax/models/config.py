@@ -98,10 +98,11 @@ class LlamaConfig:
 
     @property
     def has_llama_layers(self) -> bool:
-        """Whether layers compute what Llama's do: no biases, norms of queries and keys, multipliers, or else what `is_fusable` excludes."""
+        """Whether layers compute what Llama's do: `is_fusable`, all with RoPE, no biases, norms of queries and keys or multipliers."""
         multipliers = self.embedding_multiplier, self.residual_multiplier, self.logits_scaling
-        added = self.qkv_bias or self.output_bias or self.mlp_bias or self.qk_norm is not None or self.attention_scale is not None
-        return self.is_fusable and not added and set(multipliers) == {1.0}
+        biases = self.qkv_bias or self.output_bias or self.mlp_bias
+        others = self.qk_norm is not None or self.attention_scale is not None or self.nope_layers or set(multipliers) != {1.0}
+        return self.is_fusable and not (biases or others)
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
