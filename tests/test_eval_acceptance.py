@@ -388,6 +388,21 @@ def test_a_single_text_has_no_error(tmp_path):
         assert drawn.has_yerr == shown
 
 
+def test_at_several_contexts_acceptance_is_drawn_against_them():
+    """With more than two of them; a cascade has a line for its first draft too."""
+    rows = [
+        {"draft": draft, "context": context, "gamma": 4, "temperature": 0.0, "mode": "teacher-forced"}
+        | {"conditional_rate": rate, "conditional_error": 0.01, "inner_rate": inner, "inner_error": None}
+        for draft, rate, inner in (("sparse", 0.9, None), ("cascade", 0.8, 0.6))
+        for context in (1024, 4096, 16384)
+    ]
+    (axes,) = report_of(rows).figure().axes
+    found = {name: line[0].get_ydata().tolist() for line, name in zip(*axes.get_legend_handles_labels())}
+    expected = {"sparse": 0.9, "cascade": 0.8, "cascade, its first draft by its middle": 0.6}
+    assert found == {f"{name}, temperature 0": [rate] * 3 for name, rate in expected.items()}
+    assert axes.get_xlabel() == "context (tokens)"
+
+
 def test_the_target_as_its_own_draft(run, directory, file, tmp_path):
     """Whatever is counted is accepted. A text that is too short is named, in one line and in the JSON."""
     short, again = tmp_path / "short.txt", tmp_path / "again.txt"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qspec_jax.decoding import processes
+from qspec_jax.decoding.auto_exact import resolve_exact_of_slots
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.data_parallel import Place
@@ -51,7 +52,8 @@ def prepare_lines(
     if on_ray or not requests:
         return Prepared(model, config, tuple(requests), None, tokenizer)
     with explained_memory(model, config, max(len(request.tokens) for request in requests), rows=1):
-        return completed(model, requests, config=config, tokenizer=tokenizer, batch_size=batch_size or ROWS_OF_AUTO)
+        prepared = completed(model, requests, config=config, tokenizer=tokenizer, batch_size=batch_size or ROWS_OF_AUTO)
+        return resolve_exact_of_slots(prepared)
 
 
 def line_of_rows(lines: Sequence[Line]) -> list[int]:

@@ -199,8 +199,11 @@ class AcceptanceReport(Run):
         return found
 
     def figure(self) -> Any:
-        """Acceptance against the bytes that a draft reads if several drafts are compared at one gamma, and otherwise against gamma."""
-        drafts, gammas = ({row[name] for row in self.results} for name in ("draft", "gamma"))
+        """At one gamma, acceptance against the context if there are more than two, or against the bytes that each of several drafts reads;
+        otherwise against gamma."""
+        drafts, gammas, contexts = ({row.get(name) for row in self.results} for name in ("draft", "gamma", "context"))
+        if len(gammas) == 1 and len(contexts) > 2:
+            return _against_context(self.results)
         return _against_bytes(self.results) if len(drafts) > 1 and len(gammas) == 1 else _against_gamma(self.results)
 
 
@@ -379,6 +382,28 @@ def _against_bytes(results: list[dict[str, Any]]) -> Any:
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("accepted, given those before")
     max(figure.axes, key=lambda axes: len(axes.get_legend_handles_labels()[1])).legend(fontsize=8)  # not every panel has every line
+    return figure
+
+
+def _against_context(results: list[dict[str, Any]]) -> Any:
+    """Teacher-forced conditional acceptance with standard errors against context, of a cascade's first draft too."""
+    found = [row for row in results if row["mode"] == "teacher-forced"]
+    lines = dict.fromkeys((row["draft"], row["temperature"], kind) for row in found for kind in ("conditional", "inner"))
+    figure, (axes,) = plots.panels((9, 5))
+    shown = 0
+    for draft, temperature, kind in lines:
+        rate, error = f"{kind}_rate", f"{kind}_error"
+        rows = [row for row in found if (row["draft"], row["temperature"]) == (draft, temperature) and row.get(rate) is not None]
+        if not rows:
+            continue
+        name = f"{draft}{'' if kind == 'conditional' else ', its first draft by its middle'}, temperature {temperature:g}"
+        errors = [row[error] for row in rows]
+        points = [row["context"] for row in rows], [row[rate] for row in rows]
+        axes.errorbar(*points, yerr=None if None in errors else errors, capsize=3, **plots.line_style(shown, name))
+        shown += 1
+    plots.context_axis(axes, sorted({row["context"] for row in found}))
+    axes.set(ylabel="accepted, given those before", ylim=(0, 1))
+    axes.legend(fontsize=8)
     return figure
 
 
