@@ -46,7 +46,7 @@ def context_axis(axes, contexts: Sequence[int]) -> None:
     """Makes the horizontal axis of a matplotlib plot one of these contexts, on a logarithmic scale."""
     axes.set_xscale("log")
     # A context may have a few tokens more, which are buffered.
-    axes.set_xticks(contexts, [f"{n // 1024}k" if n % 1024 <= n // 100 else f"{n:,}" for n in contexts])
+    axes.set_xticks(contexts, [f"{n // 1024}k" if n % 1024 <= n // 100 and n % 1000 else f"{n:,}" for n in contexts])
     axes.minorticks_off()
     axes.set_xlabel("context (tokens)")
     axes.grid(alpha=0.3)

@@ -1,6 +1,5 @@
-"""Exact "auto": bits where a GPU has them at hardly any cost, and tokens elsewhere."""
+"""Exact "auto": bits for a single prompt where a GPU has them, and tokens elsewhere."""
 
-import dataclasses
 import logging
 from types import SimpleNamespace
 
@@ -11,15 +10,12 @@ from runs import random_model, random_prompts
 
 from pallas_kernels.dispatch import NoFixedOrder
 from qspec_jax.decoding import auto_exact
-from qspec_jax.decoding.auto_exact import resolve_exact_of_slots
-from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.fixed_batch import Run
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.prepare import prepare
 from qspec_jax.decoding.reading import prefill
-from qspec_jax.decoding.requests import Request
-from qspec_jax.decoding.sampling import Greedy, prompt_keys
+from qspec_jax.decoding.sampling import Greedy
 from qspec_jax.errors import warn_once
 from qspec_jax.models.fixed_order import FixedOrderModel
 from qspec_jax.models.uniform import UniformModel
@@ -59,8 +55,8 @@ def test_a_single_prompt_has_bits(model, as_gpu, caplog):
 @pytest.mark.parametrize(
     ("changes", "prompts", "why"),
     [
-        ({}, 2, "bits where prompts are prefilled one by one"),
-        (dict(num_return_sequences=2), 1, "bits where prompts are prefilled one by one"),
+        ({}, 2, "bits for single prompts alone"),
+        (dict(num_return_sequences=2), 1, "bits for single prompts alone"),
         (dict(draft="none", cache="kivi"), 1, "cache is kivi"),
         (dict(num_speculative_tokens=16), 1, "at most 15 drafts"),
         (dict(temperature=0.5), 1, "bits for greedy decoding alone"),
@@ -126,54 +122,4 @@ def test_states_and_samplers_of_the_callers_have_tokens(model, as_gpu):
 def test_on_a_cpu_it_is_tokens(model, caplog):
     with caplog.at_level(logging.INFO):
         assert run_of(model, PROMPTS[:1]).prepared.exact == "tokens"
-    assert "exact auto" not in caplog.text
-
-
-LONG = random_prompts([257, 300])
-
-
-def prepared_of(model, prompts, *changes):
-    """Requests of a batch; changes: of the settings of each in turn."""
-    configs = [GenerationConfig(**{**vars(CONFIG), **each}) for each in changes or ({},) * len(prompts)]
-    keys = prompt_keys(jax.random.key(0), len(prompts))
-    return prepare(model, [Request(*each) for each in zip(prompts, configs, keys, strict=True)])
-
-
-def test_slots_have_bits_where_prompts_are_prefilled_one_by_one(model, as_gpu, caplog):
-    prepared = prepared_of(model, LONG)
-    with caplog.at_level(logging.INFO):
-        resolved = resolve_exact_of_slots(prepared)
-    assert "exact auto: bits" in caplog.text
-    assert {resolved.exact, resolved.config.exact, resolved.requests[1].config.exact} == {"bits"}
-    assert resolved.identity() != prepared.identity()
-    asked = prepared_of(model, LONG, *[dict(exact="bits")] * 2)
-    found, expected = (sorted((each.index, each.token_ids) for each in run_batch(model, each, batch_size=2)) for each in (prepared, asked))
-    assert found == expected
-    assert resolve_exact_of_slots(prepared_of(model, PROMPTS[:1])).exact == "bits"
-
-
-@pytest.mark.parametrize(
-    ("prompts", "changes", "why"),
-    [
-        ([LONG[0], LONG[1][:256]], ({}, {}), "some of up to 256 tokens are together"),
-        (LONG, ({}, dict(temperature=0.5)), "bits for greedy decoding alone"),
-        (LONG, ({}, dict(exact="tokens")), None),
-        (LONG, ({}, dict(num_speculative_tokens=16)), "at most 15 drafts"),
-    ],
-)
-def test_slots_have_tokens_elsewhere_and_say_why(model, as_gpu, caplog, prompts, changes, why):
-    with caplog.at_level(logging.INFO):
-        resolved = resolve_exact_of_slots(prepared_of(model, prompts, *changes))
-    assert {request.config.exact for request in resolved.requests} == {"tokens"} == {resolved.exact}
-    assert why in caplog.text if why else not caplog.text
-
-
-def test_slots_with_prefixes_and_strategies_of_the_callers_have_tokens(model, as_gpu, caplog):
-    prepared = prepared_of(model, LONG)
-    requests = tuple(dataclasses.replace(request, prefix=100) for request in prepared.requests)
-    with caplog.at_level(logging.INFO):
-        assert resolve_exact_of_slots(dataclasses.replace(prepared, requests=requests)).exact == "tokens"
-        assert "is for whole prompts" in caplog.text
-        caplog.clear()
-        assert len(list(run_batch(model, prepared, batch_size=2, strategy=lambda *configs: Greedy()))) == 2
     assert "exact auto" not in caplog.text

@@ -394,13 +394,18 @@ def test_at_several_contexts_acceptance_is_drawn_against_them():
         {"draft": draft, "context": context, "gamma": 4, "temperature": 0.0, "mode": "teacher-forced"}
         | {"conditional_rate": rate, "conditional_error": 0.01, "inner_rate": inner, "inner_error": None}
         for draft, rate, inner in (("sparse", 0.9, None), ("cascade", 0.8, 0.6))
-        for context in (1024, 4096, 16384)
+        for context in (4096, 1024, 64000)
     ]
     (axes,) = report_of(rows).figure().axes
-    found = {name: line[0].get_ydata().tolist() for line, name in zip(*axes.get_legend_handles_labels())}
+    lines = {name: line[0] for line, name in zip(*axes.get_legend_handles_labels())}
+    found = {name: line.get_ydata().tolist() for name, line in lines.items()}
     expected = {"sparse": 0.9, "cascade": 0.8, "cascade, its first draft by its middle": 0.6}
     assert found == {f"{name}, temperature 0": [rate] * 3 for name, rate in expected.items()}
-    assert axes.get_xlabel() == "context (tokens)"
+    assert [line.get_xdata().tolist() for line in lines.values()] == [[1024, 4096, 64000]] * 3
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1k", "4k", "64,000"]
+    budgets = [row | {"draft": f"sparse:budget={budget}", "step_bytes": 1.0} for row in rows[:3] for budget in (0.1, 0.2)]
+    freely = [row | {"mode": "free-running", "acceptance_rate": 0.5, "mean_acceptance_length": 2.0} for row in rows[:3]]
+    assert len(report_of(budgets).figure().axes) == 3 and len(report_of(freely).figure().axes) == 2
 
 
 def test_the_target_as_its_own_draft(run, directory, file, tmp_path):

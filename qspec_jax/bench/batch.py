@@ -15,7 +15,6 @@ import numpy as np
 from rich.console import RenderableType
 
 from qspec_jax.bench.simulated import SimulatedGreedy
-from qspec_jax.decoding.auto_exact import resolve_exact_of_slots
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import BITS, TOKENS, GenerationConfig
 from qspec_jax.decoding.exact_bits import decodes_in_turn
@@ -209,8 +208,6 @@ def run(
 
     strategy = make_sampler if rate is None else lambda *configs: SimulatedGreedy(jnp.full(len(configs), rate))
     asked, prepared = min(batch_size, len(requests)), prepare(model, requests, batch_size=batch_size)
-    if rate is None:
-        prepared = resolve_exact_of_slots(prepared)
     batch_size, with_tokens = asked, prepared
     if EXACT_TOKENS in ways:
         with_tokens = prepare(model, [_with_exact_tokens(request) for request in requests], batch_size=batch_size)
@@ -275,7 +272,7 @@ def run(
         prompts=len(requests),
         batch_size=batch_size,
         gamma=max(request.config.num_speculative_tokens if request.config.speculative else 0 for request in requests),
-        exact=TOKENS if prepared.exact == AUTO else prepared.exact,  # with a strategy it is not resolved
+        exact=TOKENS if prepared.exact == AUTO else prepared.exact,  # batches run auto as tokens
         prompt_tokens=sum(len(request.tokens) for request in requests),
         simulated_rate=rate,
         repeats=repeats,

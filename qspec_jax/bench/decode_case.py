@@ -97,7 +97,7 @@ class MeasuredCase:
             check_bits(model, self.config, draft, case.gamma)
         elif case.exact == AUTO:
             rows = [list(prompts[0])] * batch_size
-            exact = exact_of_rows(model, draft, [self.config], rows, self.sampler, self.keys[:1], self.limits)
+            exact = exact_of_rows(model, draft, self.config, rows, self.sampler, self.keys[:1], self.limits)
             self.config = dataclasses.replace(self.config, exact=exact)
         self.engine = Engine.for_configs(model, draft, [self.config], prompt_tokens=self.context)
         if batch_size > 1:  # rows that the prompt's is repeated for

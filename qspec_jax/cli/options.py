@@ -257,8 +257,8 @@ class _Settings:
         str,
         typer.Option(
             metavar="|".join(EXACT),
-            help="bits: greedy tokens are those of one-by-one decoding to the last one, near ties included; auto: bits for a greedy "
-            "prompt of generate, and for batch if all lines are greedy and of more than 256 tokens, on Hopper GPUs, else tokens.",
+            help="bits: greedy tokens are those of one-by-one decoding to the last one, near ties included; auto: bits for a single greedy "
+            "prompt of generate on Hopper GPUs, where they cost hardly anything, else tokens.",
         ),
     ] = AUTO
 

@@ -15,7 +15,6 @@ import jax
 
 from pallas_kernels.formats.views import BOTH_PLANES, View
 from qspec_jax.decoding import data_parallel
-from qspec_jax.decoding.auto_exact import resolve_exact_of_slots
 from qspec_jax.decoding.config import BITS
 from qspec_jax.decoding.exact_bits import decodes_in_turn
 from qspec_jax.decoding.fixed_batch_results import results_of
@@ -91,9 +90,7 @@ def run_batch(
         raise InputError("states are continued by `generate` and `stream`; a batch reads prompts")
     if strategy is not make_sampler and not prepared.keyed:
         raise InputError("a strategy of your own draws, so `prepare` should be given a key, such as jax.random.key(0)")
-    if strategy is make_sampler:
-        prepared = resolve_exact_of_slots(prepared)
-    elif prepared.exact == BITS:
+    if strategy is not make_sampler and prepared.exact == BITS:
         raise InputError(f"exact {BITS} is not for a strategy of your own; leave one of them out")
     cache = prepared.configs[0].cache_config
     if devices is not None and len(devices) > 1 and cache.in_host_memory:

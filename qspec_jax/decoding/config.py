@@ -79,8 +79,8 @@ class GenerationConfig:
         scheme: the quantizer of the int8 cache, "int8_first" or "paper".
         exact: "tokens" are the target's in exact arithmetic: passes of other shapes round differently, so near ties may be broken
             differently. "bits": greedy tokens are those of one-by-one decoding of the prompt alone to the last one, and samples those of
-            the same request alone (docs/exact.md says where it is refused, and what it costs). "auto": bits where greedy decoding has
-            them at hardly any cost, which is on Hopper GPUs (`qspec_jax.decoding.auto_exact`), and tokens elsewhere.
+            the same request alone (docs/exact.md says where it is refused, and what it costs). "auto": bits where a single greedy prompt
+            has them at hardly any cost, which is on Hopper GPUs (`qspec_jax.decoding.auto_exact`), and tokens elsewhere.
     """
 
     max_new_tokens: int = 256

@@ -22,14 +22,14 @@ import numpy as np
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.decoding.batch import run_batch
-from qspec_jax.decoding.config import TOKENS, GenerationConfig
+from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.journal import kept
 from qspec_jax.decoding.jsonl import KEYS, OPENAI_KEYS, Columns, Line, LineReader, as_line, as_wrong, error_of, is_whole
 from qspec_jax.decoding.prepare import ROWS_OF_AUTO, completed
 from qspec_jax.decoding.resolve import resolve_draft
 from qspec_jax.decoding.results import Result
 from qspec_jax.drafts.draft import Draft
-from qspec_jax.drafts.registry import AUTO, make_draft
+from qspec_jax.drafts.registry import make_draft
 from qspec_jax.errors import InputError, one_line
 from qspec_jax.files import to_json
 
@@ -80,9 +80,7 @@ class Predictor:
         self.batch_size, self.pass_columns, self.ignores = batch_size, columns.passed, ignore_columns
         self.model, self.tokenizer = load_model(directory, dtype=dtype, progress=False), load_tokenizer(directory)
         # By model, settings and device alone: a row's result must not depend on the rows that it is handed over with.
-        config = config or GenerationConfig()
-        config = dataclasses.replace(config, exact=TOKENS if config.exact == AUTO else config.exact)
-        (config,) = resolve_draft(self.model, [config], None, batch=batch_size or ROWS_OF_AUTO)
+        (config,) = resolve_draft(self.model, [config or GenerationConfig()], None, batch=batch_size or ROWS_OF_AUTO)
         if config.has_drafts:
             config = dataclasses.replace(config, draft=make_draft(config.draft, self.model).with_choice(_refuse_choice))
         self.reader = LineReader(self.model, self.tokenizer, config, seed, columns)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from qspec_jax.decoding import processes
-from qspec_jax.decoding.auto_exact import resolve_exact_of_slots
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.data_parallel import Place
@@ -52,8 +51,7 @@ def prepare_lines(
     if on_ray or not requests:
         return Prepared(model, config, tuple(requests), None, tokenizer)
     with explained_memory(model, config, max(len(request.tokens) for request in requests), rows=1):
-        prepared = completed(model, requests, config=config, tokenizer=tokenizer, batch_size=batch_size or ROWS_OF_AUTO)
-        return resolve_exact_of_slots(prepared)
+        return completed(model, requests, config=config, tokenizer=tokenizer, batch_size=batch_size or ROWS_OF_AUTO)
 
 
 def line_of_rows(lines: Sequence[Line]) -> list[int]:

@@ -199,10 +199,12 @@ class AcceptanceReport(Run):
         return found
 
     def figure(self) -> Any:
-        """At one gamma, acceptance against the context if there are more than two, or against the bytes that each of several drafts reads;
-        otherwise against gamma."""
-        drafts, gammas, contexts = ({row.get(name) for row in self.results} for name in ("draft", "gamma", "context"))
-        if len(gammas) == 1 and len(contexts) > 2:
+        """At one gamma, teacher-forced acceptance against the context if there are more than two, or acceptance against the bytes that each
+        of several drafts reads, unless drafts differ in their budgets; otherwise against gamma."""
+        drafts, gammas = ({row[name] for row in self.results} for name in ("draft", "gamma"))
+        contexts = {row.get("context") for row in self.results if row["mode"] == TEACHER_FORCED and row.get("conditional_rate") is not None}
+        series = len(set(map(unbudgeted, drafts))) < len(drafts)
+        if len(gammas) == 1 and len(contexts) > 2 and not series:
             return _against_context(self.results)
         return _against_bytes(self.results) if len(drafts) > 1 and len(gammas) == 1 else _against_gamma(self.results)
 
@@ -387,7 +389,7 @@ def _against_bytes(results: list[dict[str, Any]]) -> Any:
 
 def _against_context(results: list[dict[str, Any]]) -> Any:
     """Teacher-forced conditional acceptance with standard errors against context, of a cascade's first draft too."""
-    found = [row for row in results if row["mode"] == "teacher-forced"]
+    found = sorted((row for row in results if row["mode"] == TEACHER_FORCED), key=lambda row: row["context"])
     lines = dict.fromkeys((row["draft"], row["temperature"], kind) for row in found for kind in ("conditional", "inner"))
     figure, (axes,) = plots.panels((9, 5))
     shown = 0
