@@ -24,6 +24,7 @@ def test_json(run, one_layer, monkeypatch):
     code, out, err = run("bench", "batch", *flags)
     report = json.loads(out)
     assert (code, err, report["prompts"], report["batch_size"], report["gamma"]) == (0, "", 5, 2, 2)
+    assert (report["draft"], report["cache"]) == ("quantspec", "int8")
     assert 0.8 < report["simulated_rate"] < 1  # given those before, so more than the share of all
     full, fixed, alone = report["rows"]
     assert [row["way"] for row in report["rows"]] == ["refilled", "fixed", "one by one"]

@@ -71,6 +71,8 @@ class BatchReport(Run):
 
     Attributes:
         model: its name.
+        draft: as it was asked for.
+        cache: the target's, by its name.
         prompts: their number.
         batch_size: rows decoded at a time on each device.
         gamma: the most drafts of a round; 0 without drafts.
@@ -94,6 +96,8 @@ class BatchReport(Run):
     """
 
     model: str
+    draft: str
+    cache: str
     prompts: int
     batch_size: int
     gamma: int
@@ -122,8 +126,8 @@ class BatchReport(Run):
             seconds = f"{s.decode_s:.1f}", f"{s.prefill_s:.1f}", f"{s.compile_s:.1f}"
             shares = formatted(row.draft_acceptance_rate, ".3f"), f"{row.same_tokens:.1%}"
             found.add_row(row.way, f"{row.tokens_per_second:,.1f}", f"{row.busy_slots:.1%}", f"{s.rounds:,}", *seconds, *shares)
-        drafts = f"{self.gamma} drafts a round, " if self.gamma else ""
-        notes = f"Batch size {self.batch_size}, {drafts}{self.prompt_tokens:,} tokens in the prompts."
+        drafts = f"{self.draft}, {self.gamma} drafts a round, " if self.gamma else ""
+        notes = f"Batch size {self.batch_size}, {drafts}cache {self.cache}, {self.prompt_tokens:,} tokens in the prompts."
         if self.repeats > 1:
             notes += f" Each way decoded {self.repeats} times, in turn; the decode with the median of tokens/s is given."
         if self.exact == BITS:
@@ -183,6 +187,7 @@ def run(
     model: Llama,
     requests: Sequence[Request],
     *,
+    draft: str,
     batch_size: int,
     ways: Sequence[str],
     rate: float | None,
@@ -197,6 +202,7 @@ def run(
         name: the model's, for the report.
         model: the target.
         requests: all of them.
+        draft: theirs, for the report.
         batch_size: rows at a time.
         ways: of `WAYS`, "refilled" first.
         rate: the simulated chance that a draft is accepted, given those before it; None verifies for real.
@@ -269,6 +275,8 @@ def run(
     return BatchReport(
         **this_run(),
         model=name,
+        draft=draft,
+        cache=prepared.configs[0].cache_config.name,
         prompts=len(requests),
         batch_size=batch_size,
         gamma=max(request.config.num_speculative_tokens if request.config.speculative else 0 for request in requests),

@@ -302,6 +302,7 @@ def bench_batch(
             arch or model,
             network,
             requests,
+            draft=draft,
             batch_size=batch_size,
             ways=[way for way in batch.WAYS if way not in left_out],
             devices=several,
