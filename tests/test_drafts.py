@@ -26,7 +26,8 @@ from qspec_jax.decoding.round import CurrentRound, decode
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.drafts import make_draft, quantspec, registry
 from qspec_jax.drafts.cascade import CascadeDraft
-from qspec_jax.drafts.draft import Draft, Proposal, Taps
+from qspec_jax.drafts.draft import Draft, Proposal, Proposes, Taps
+from qspec_jax.drafts.prompt_lookup import PromptLookupDraft
 from qspec_jax.drafts.quantspec import QuantSpecDraft
 from qspec_jax.drafts.registry import DRAFTS as REGISTRY
 from qspec_jax.drafts.registry import parse_draft
@@ -99,6 +100,50 @@ def test_two_levels_are_greedy():
         sampler = make_sampler(GenerationConfig())
         counts = counted(TABLE, two_levels(middle, small), sampler, gamma=5, length=4, at=5, draft_state=NO_STATE)
         assert np.argwhere(counts).tolist() == [tokens[5:9]]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sometimes(MarkovDraft):
+    """Proposes nothing after some tokens."""
+
+    proposes = Proposes.ALL_OR_NONE
+
+    def propose(self, state, cache, current):
+        proposal, *others = super().propose(state, cache, current)
+        eligible = jnp.where(current.pending % 2 == 0, proposal.eligible, 0)
+        return dataclasses.replace(proposal, eligible=eligible, foreseen=eligible), *others
+
+
+@pytest.mark.parametrize("options", [SAMPLERS[1], *in_system(SAMPLERS[3])], ids=str)
+def test_a_first_draft_that_proposes_at_times(options):
+    p, table = filtered(TABLE, **options), lambda name: Markov(jnp.asarray(DRAFTS[name]))
+    draft = CascadeDraft(Sometimes(table("uniform")), MarkovSteps(table("another table")))
+    counts = counted(TABLE, draft, make_sampler(GenerationConfig(**options)), gamma=4, length=3, draft_state=NO_STATE)
+    assert p_value(counts, p[0][:, None, None] * p[:, :, None] * p) > 1e-3
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AsIfAlways(PromptLookupDraft):
+    proposes = Proposes.ALL
+
+
+@pytest.mark.parametrize("temperature", [0.0, *in_system(0.8)])
+def test_passes_without_drafts_are_steps_that_change_nothing(model, monkeypatch, temperature):
+    """The middle's passes are of two sizes for a first draft that may have nothing to propose, and of one for others."""
+    widths, verified = [], CascadeDraft._verified
+    watched = lambda draft, m, tokens, *others: widths.append(tokens.shape[1]) or verified(draft, m, tokens, *others)
+    monkeypatch.setattr(CascadeDraft, "_verified", watched)
+    made = make_draft(f"cascade:middle=({SPARSE}),first_gamma=3", model)
+    always = dataclasses.replace(made, first=AsIfAlways(**vars(made.first)))
+    prompts, found = [[1, 2, 3, 4] * 5, random_prompts([30])[0]], []
+    for draft, sizes in ((made, {4, 1}), (always, {4})):
+        config = dataclasses.replace(CONFIG, draft=draft, num_speculative_tokens=6, temperature=temperature)
+        found.append([generate(model, [prompt], config=config, key=jax.random.key(0)).token_ids for prompt in prompts])
+        assert {*widths} == sizes
+        widths.clear()
+    assert found[0] == found[1]
 
 
 # A draft that depends on what it observed --------------------------------------------------------------------------------

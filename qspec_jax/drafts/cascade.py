@@ -116,7 +116,6 @@ class CascadeDraft(DraftOfTwo):
         # What the middle reads is settled once a round, so that all distributions of the round are of one and the same model.
         model, stepped = self.middle.step_in_round(state[1], cache), self.middle.cache_of_steps(state[1], cache)
         level, before, first_gamma = current.below(), stepped.lengths, self.at_once(current.gamma)
-        width = first_gamma + 1
         put = jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, 0))
 
         def first_drafts(first, stepped, tokens, done):
@@ -129,9 +128,10 @@ class CascadeDraft(DraftOfTwo):
             proposal = dataclasses.replace(proposal, eligible=jnp.minimum(proposal.eligible, wanted))
             return first, proposal, stepped if self.first.independent else read
 
-        def inner_round(carry):
+        def inner_round(most, carry):
+            """A pass of the middle over at most that many tokens of the first draft."""
             done, tokens, distributions, by, stepped, first, drafts, inner = carry
-            here = level.advanced(tokens, done)
+            here, drafts, width = level.advanced(tokens, done), drafts.limited(most), most + 1
             block = jnp.concatenate([here.pending[:, None], drafts.tokens], 1)
             logits, stepped, features = self._verified(model, block, here.position[:, None] + jnp.arange(width), stepped)
             accepted, own_token = here.verify(logits, drafts)
@@ -152,14 +152,26 @@ class CascadeDraft(DraftOfTwo):
             first, drafts, stepped = first_drafts(first, stepped, tokens, done)
             return done, tokens, distributions, by, stepped, first, drafts, inner
 
+        def goes_on(carry):
+            return (carry[0] < current.eligible).any()
+
+        def has_drafts(carry):
+            """Whether the first draft has proposed anything, for a row that goes on."""
+            return ((carry[0] < current.eligible) & (carry[6].eligible > 0)).any()
+
+        def inner_rounds(carry):
+            """Passes with drafts, then passes without, which are steps of one token."""
+            carry = lax.while_loop(has_drafts, functools.partial(inner_round, first_gamma), carry)
+            return lax.while_loop(lambda carry: goes_on(carry) & ~has_drafts(carry), functools.partial(inner_round, 0), carry)
+
         tokens, distributions = self._empty(model, stepped, current)
         done = jnp.zeros_like(current.eligible)
         began, drafts, stepped = first_drafts(state[0], stepped, tokens, done)
-        within = self.first.within_round(began, width)
+        within = self.first.within_round(began, first_gamma + 1)
         carry = done, tokens, distributions, jnp.zeros_like(tokens), stepped, within, drafts, AcceptanceCounts.none(len(done))
-        _, tokens, distributions, by, stepped, *_, inner = lax.while_loop(
-            lambda carry: (carry[0] < current.eligible).any(), inner_round, carry
-        )
+        # A program with both kinds of passes takes longer to compile: for drafts that always propose it has one.
+        one_pass = functools.partial(inner_round, first_gamma) if self.first.proposes is Proposes.ALL else inner_rounds
+        _, tokens, distributions, by, stepped, *_, inner = lax.while_loop(goes_on, one_pass, carry)
         middle, cache = self.middle.after_steps(state[1], cache, stepped.rollback(before), current.eligible > 0)
         # The first draft's state after its first drafts is kept, since later ones follow tokens that the target may reject. Its `commit`
         # takes in the tokens that were emitted.

@@ -160,6 +160,12 @@ class Proposal:
     by: Int[Array, "B gamma"] | None = None
     inner: AcceptanceCounts | None = None
 
+    def limited(self, most: int) -> Self:
+        """No more than the first `most` tokens."""
+        by = None if self.by is None else self.by[:, :most]
+        eligible = jnp.minimum(self.eligible, most)
+        return dataclasses.replace(self, tokens=self.tokens[:, :most], distributions=self.distributions[:, :most], eligible=eligible, by=by)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -38,7 +38,8 @@ ACCEPTANCE = {
     "prompt-lookup:shortest=3": Chance(0.59, f"0.59 {_LOOKED_UP} 3 tokens (docs/plan.md)"),
 }
 # The same of a cascade's first draft by its middle, by `key_of` both. None is stored, so that `--draft auto` takes no cascade: for code
-# they were measured (docs/drafts.md), but no cascade of prompt-lookup on a GPU, where by the plan one loses 6 % if nothing repeats itself.
+# they were measured (docs/drafts.md), but no cascade of prompt-lookup on a GPU, where by the plan one loses 6 % if nothing repeats itself:
+# each of the middle's steps then still looks up and verifies.
 INNER_ACCEPTANCE: dict[tuple[str, str], Chance] = {}
 # The chance that a round in which a draft is asked finds it with a proposal, for those that may have none.
 PROPOSING = {

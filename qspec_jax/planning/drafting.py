@@ -3,6 +3,7 @@
 import dataclasses
 
 from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.drafts.draft import Proposes
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.planning import timing
 from qspec_jax.planning.devices import Device
@@ -53,7 +54,7 @@ class Drafting:
 
     Attributes:
         seconds: all of them together.
-        step: a step of the draft; of a cascade a pass of its middle. None without a model.
+        step: a step of the draft; of a cascade a pass of its middle over its first draft's tokens. None without a model.
         first_step: a step of a cascade's first draft; None without a model.
         middle_passes: of a cascade in a round; None for other drafts.
     """
@@ -103,7 +104,9 @@ def _of_cascade(place: Place, draft: OutlinedDraft, rounds: Rounds, gamma: int, 
     of_asked = [rounds.asked * chance for chance in rounds.allowed[1:]]
     found = inner_rounds((1 - sum(of_asked), *of_asked), at_once, inner, batch=place.batch)
     middle_pass = place.pass_of(middle, at_once + 1)
-    seconds = found.passes * (middle_pass.seconds(place.device) + timing.FITTED.round)
+    wide = found.passes if first.draft.proposes is Proposes.ALL else found.with_drafts
+    seconds = found.passes * timing.FITTED.round + wide * middle_pass.seconds(place.device)
+    seconds += (found.passes - wide) * place.seconds_of(middle)
     step = None
     if first.head is not None:
         # Before the first pass of the middle what a round may emit, and after each pass what that may.

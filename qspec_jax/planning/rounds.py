@@ -78,10 +78,12 @@ class InnerRounds:
 
     Attributes:
         passes: of the middle that the batch takes in a round.
+        with_drafts: those of them in which the first draft has proposed something for some row.
         proposals: of the first draft in a round that have room for 1, 2, ... drafts in some row.
     """
 
     passes: float
+    with_drafts: float
     proposals: tuple[float, ...]
 
 
@@ -133,22 +135,22 @@ def inner_rounds(allowed: tuple[float, ...], first_gamma: int, first: Asked, *, 
     until the round has its drafts. allowed: see `Rounds`. first: the first draft, as the middle judges it."""
     rows = np.zeros((len(allowed), len(allowed)))  # the chance that a row's round with m drafts has d of them
     rows[:, 0] = allowed
-    passes, proposals = 0.0, np.zeros(first_gamma)
+    passes, with_drafts, proposals = 0.0, 0.0, np.zeros(first_gamma)
     left = np.subtract.outer(np.arange(len(allowed)), np.arange(len(allowed)))
 
-    def any_row(those: np.ndarray) -> float:
-        return float(1 - (1 - min(1.0, rows[those].sum())) ** batch)
+    def any_row(those: np.ndarray, chance: float = 1.0) -> float:
+        return float(1 - (1 - min(1.0, rows[those].sum()) * chance) ** batch)
 
     while (share := any_row(left > 0)) > 0:
         passes += share
+        with_drafts += any_row(left > 1, first.proposing)  # the place of the middle's own token is never drafted for
         proposals += [any_row(left > j) for j in range(1, first_gamma + 1)]
         after = np.zeros_like(rows)
         for m, d in zip(*np.nonzero((left > 0) & (rows > 0))):
-            # The place of the middle's own token is never drafted for.
             chances = _emitted(min(first_gamma, m - d - 1), [(first.proposing, first.acceptance)])
             after[m, d + 1 : d + 1 + len(chances)] += rows[m, d] * chances
         rows = after
-    return InnerRounds(passes, tuple(proposals.tolist()))
+    return InnerRounds(passes, with_drafts, tuple(proposals.tolist()))
 
 
 def _emitted(most: int, used: Sequence[tuple[float, float]]) -> np.ndarray:
