@@ -18,7 +18,7 @@ import pallas_kernels.matmul.mosaic_wide as wide_matmul
 from pallas_kernels.formats.quantization import pack
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, NestedWeight, dequantize_weight
 from pallas_kernels.gpu import fragments, ptx
-from pallas_kernels.matmul.mosaic_plan import Plan, Stage
+from pallas_kernels.matmul.mosaic_plan import PLENTY_SLOTS, Plan, Stage
 from pallas_kernels.matmul.mosaic_wide_plan import PARAMETER_GROUPS, PARAMETER_SLOTS
 from pallas_kernels.matmul.mosaic_wide_plan import Config as WideConfig
 from pallas_kernels.matmul.mosaic_wide_plan import Plan as WidePlan
@@ -64,6 +64,17 @@ def test_int4_matmul(rows, inputs, outputs, blocks, room, outliers):
     assert y.shape == (rows, sum(outputs)) and y.dtype == jnp.bfloat16
     for part, weight in zip(separate(y, weights), weights):
         assert relative_error(part, x, weight) <= 5e-3
+
+
+def test_inputs_that_are_placed_once_leave_their_room_to_weights():
+    """Rows 1 to 8 of a layer of Llama-3.1-8B on an H200: a block takes two tiles of `down`, of 7 passes. And 7 passes for ten tiles."""
+    stages = Stage(32, (4096,)), Stage(32, (14336,) * 2, normed=True, gated=True), Stage(112, (4096,)), Stage(32, (6144,), normed=True)
+    plans = [Plan.fitting(rows, stages, 132) for rows in range(1, 9)]
+    assert [plan.room for plan in plans] == [7, 4, 2, 2, 2, 2, 2, 2]
+    assert [plan.slots for plan in plans] == [10, 10, 10, 10, 9, 8, 8, 7]
+    assert all(plan.resident(stage) for plan in plans for stage in stages if stage.normed)
+    several = Plan.fitting(3, (Stage(112, (16 * 1320,)),), 132)
+    assert several.resident(several.stages[0]) and several.slots < PLENTY_SLOTS
 
 
 @pytest.mark.parametrize("group_size", [128, 64, 32])

@@ -4,10 +4,12 @@ Everything here is computed by each lane for itself, from its own words, without
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from pallas_kernels.gpu import ptx
 from pallas_kernels.gpu.ptx import Value
+
+BF16_ONES = 0x3F803F80  # a pair of 1
 
 
 def pair(low: Value, high: Value, kind: str) -> Value:
@@ -34,11 +36,6 @@ def f16_entries(x: Value) -> tuple[Value, Value]:
     return entry("low"), entry("high")
 
 
-def combine_bf16(combine: Callable[[Value, Value], Value], a: Value, b: Value) -> Value:
-    """Combines pairs of bfloat16 entry by entry, in float32, and rounds the results."""
-    return pair(*map(combine, bf16_entries(a), bf16_entries(b)), "bf16")
-
-
 def rotated(a: Value, b: Value, cos: Value, sin: Value) -> tuple[Value, Value]:
     """Pairs of bfloat16, those of a head's first and second half, rotated by angles with these cosines and sines (pairs too)."""
     entries = [bf16_entries(x) for x in (a, b, cos, sin)]
@@ -55,6 +52,12 @@ def multiply_f16(a: Value, b: Value) -> Value:
 def multiply_bf16(a: Value, b: Value) -> Value:
     """Products of two pairs of bfloat16, entry by entry."""
     return ptx.pure("mul.rn.bf16x2 $0, $1, $2;", a, b)
+
+
+def add_bf16(a: Value, b: Value) -> Value:
+    """Sums of two pairs of bfloat16, entry by entry. They are the sums in float32, rounded: what float32 loses of a sum is too little for
+    that to round it otherwise."""
+    return fma_bf16(a, ptx.i32(BF16_ONES), b)
 
 
 def times_power(x: Value, power: int) -> Value:
@@ -175,10 +178,9 @@ def int8_to_bf16(x: Value) -> tuple[Value, Value]:
     return tuple(fma_bf16(expand(order), factor, offset) for order in ("0x4140", "0x4342"))
 
 
-def gather_bytes(words: Sequence[Value], byte: int) -> Value:
-    """A word of byte number `byte` of each of four words."""
-    halves = (ptx.pure(f"prmt.b32 $0, $1, $2, {byte | (4 + byte) << 4};", *words[i : i + 2]) for i in (0, 2))
-    return ptx.pure("prmt.b32 $0, $1, $2, 0x5410;", *halves)
+def lower_bytes(words: Sequence[Value]) -> tuple[Value, Value]:
+    """Of four words a word of their lowest bytes, and one of their second."""
+    return transpose_pairs(*(ptx.pure("prmt.b32 $0, $1, $2, 0x5140;", *words[i : i + 2]) for i in (0, 2)))
 
 
 def spread_bytes(x: Value) -> tuple[Value, Value]:

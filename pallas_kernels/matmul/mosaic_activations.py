@@ -1,6 +1,7 @@
 """The inputs of a stage of the Mosaic GPU matmul of few rows: how math warps place them, and their norm, in shared memory."""
 
 import functools
+from typing import NamedTuple
 
 from pallas_kernels.gpu import fragments, numerics, ptx
 from pallas_kernels.matmul.mosaic_exchange import Exchange
@@ -39,6 +40,17 @@ def math_warps_meet() -> None:
     ptx.synchronize(ptx.i32(1), MATH_WARPS)
 
 
+class Piece(NamedTuple):
+    """Values of a row of activations that a thread moves at once: the row, and the number of the piece among the row's.
+
+    there: whether the row has such a piece; None: it has.
+    """
+
+    row: int
+    number: ptx.Value
+    there: ptx.Value | None
+
+
 class Activations:
     """A stage's inputs in shared memory.
 
@@ -52,25 +64,32 @@ class Activations:
         self.sums = self.x + plan.layout.at("group_sums")
         self.squares = self.x + plan.layout.at("squares")
 
-    def pieces(self, first, passes: int) -> list:
-        """This thread's pieces, (row, piece of the row), row by row: those of its warp's groups in `passes` passes from `first` on.
+    def pieces(self, stage: Stage, first, passes: int) -> list[Piece]:
+        """This thread's pieces, row by row: those of its warp's groups in `passes` passes of a stage from `first` on.
 
-        Half a warp takes one of two passes, the other half the other.
+        `first` is a multiple of `passes`. Half a warp takes one of two passes, the other half the other.
         """
         half, within = self.lane // PIECES, self.lane % PIECES
         start = ((first + half) * PASS + self.warp) * PIECES + within
-        return [(row, start + i * (PASS * PIECES)) for row in range(self.plan.rows) for i in range(0, passes, 2)]
+        # Every other number of passes ends with some that have no groups, or fewer.
+        whole = passes % 2 == 0 and stage.groups % (passes * PASS) == 0
 
-    def load(self, array, stage: Stage, pieces: list, read) -> list:
+        def piece(row, number):
+            return Piece(row, number, None if whole else number < stage.groups * PIECES)
+
+        return [piece(row, start + i * (PASS * PIECES)) for row in range(self.plan.rows) for i in range(0, passes, 2)]
+
+    def load(self, array, stage: Stage, pieces: list[Piece], read) -> list:
         """Reads pieces of rows of an array, 0 where there are none."""
-        there = [piece < stage.groups * PIECES for _, piece in pieces]
 
-        def place(piece, is_there):
-            return ptx.i64(ptx.select(is_there, piece, ptx.i32(0))) * (2 * VALUES_PER_PIECE)
+        def place(piece):
+            number = piece.number if piece.there is None else ptx.select(piece.there, piece.number, ptx.i32(0))
+            return array + ptx.i64(number) * (2 * VALUES_PER_PIECE) + piece.row * (2 * GROUP_SIZE * stage.groups)
 
-        row_bytes = 2 * GROUP_SIZE * stage.groups
-        found = read([array + place(piece, is_there) + row * row_bytes for (row, piece), is_there in zip(pieces, there)])
-        return [[ptx.select(is_there, word, ptx.i32(0)) for word in words] for is_there, words in zip(there, found)]
+        def kept(piece, words):
+            return list(words) if piece.there is None else [ptx.select(piece.there, word, ptx.i32(0)) for word in words]
+
+        return [kept(piece, words) for piece, words in zip(pieces, read([place(piece) for piece in pieces]))]
 
     def inputs(self, number: int, pieces: list) -> list:
         """Pieces of a stage's inputs before any norm, for which other blocks, and devices, may have to be waited for."""
@@ -86,11 +105,11 @@ class Activations:
     def place(self, number: int, first) -> None:
         """Places a stage's inputs of some passes from `first` on."""
         stage = self.plan.stages[number]
-        pieces = self.pieces(first, min(passes_at_once(self.plan.rows), stage.passes))
+        pieces = self.pieces(stage, first, min(passes_at_once(self.plan.rows), stage.passes))
         for start in range(0, len(pieces), PIECES_AT_ONCE):
             some = pieces[start : start + PIECES_AT_ONCE]
-            for (row, piece), words in zip(some, self.inputs(number, some)):
-                self.put(row, piece - (0 if self.plan.resident(stage) else first * (PASS * PIECES)), words)
+            for piece, words in zip(some, self.inputs(number, some)):
+                self.put(piece.row, piece.number - (0 if self.plan.resident(stage) else first * (PASS * PIECES)), words)
         ptx.synchronize(None, 1)
 
     def put(self, row: int, piece, words: list) -> None:
@@ -105,7 +124,7 @@ class Activations:
         factor = numerics.reciprocal(most) * LARGEST
         # 128 more: the upper byte rounds to the nearest, and the lower is 128 more than what is left.
         integers = [ptx.as_bits(numerics.fma(x, factor, ptx.f32(INTEGERS + 128))) for x in numbers]
-        upper, lower = ([numerics.gather_bytes(integers[i : i + 4], byte) for i in range(0, VALUES_PER_PIECE, 4)] for byte in (1, 0))
+        lower, upper = zip(*(numerics.lower_bytes(integers[i : i + 4]) for i in range(0, VALUES_PER_PIECE, 4)))
         with ptx.when(piece < self.plan.room * (PASS * PIECES)):
             to = self.x + 2 * row * self.plan.x_pitch + piece * VALUES_PER_PIECE
             ptx.store_shared(to, *upper)
@@ -133,7 +152,7 @@ class Activations:
         return list(zip(residual, weight * self.plan.rows))
 
     def sums_of(self, residual: list, added: list) -> list:
-        return [[numerics.combine_bf16(numerics.add, *both) for both in zip(*words)] for words in zip(residual, added)]
+        return [[numerics.add_bf16(*both) for both in zip(*words)] for words in zip(residual, added)]
 
     def place_normed(self, number: int, share: Share) -> None:
         """Places the norm of the residual stream plus what the stage before gave.
@@ -141,13 +160,14 @@ class Activations:
         The share with number 0 of the last stage with a norm also writes the stream.
         """
         plan, stage = self.plan, self.plan.stages[number]
-        pieces, width = self.pieces(ptx.i32(0), stage.passes), stage.groups * GROUP_SIZE
+        pieces, width = self.pieces(stage, ptx.i32(0), stage.passes), stage.groups * GROUP_SIZE
         residual = self.fetch_residual(number, pieces)
         totals = self.sums_of([x for x, _ in residual], self.inputs(number, pieces))
         squares = [ptx.f32(0.0)] * plan.rows
-        for (row, piece), words in zip(pieces, totals):
+        for (row, piece, there), words in zip(pieces, totals):
             if not any(later.normed for later in plan.stages[number + 1 :]):
-                with ptx.when((share.number == 0) & (piece < width // VALUES_PER_PIECE)):
+                writes = share.number == 0
+                with ptx.when(writes if there is None else writes & there):
                     ptx.store_global_words(self.at["residual_out"] + ptx.i64(piece * (2 * VALUES_PER_PIECE)) + row * (2 * width), *words)
             squares[row] = numerics.total([squares[row], *(x * x for word in words for x in numerics.bf16_entries(word))])
         math_warps_meet()  # has read the squares before
@@ -161,9 +181,9 @@ class Activations:
             for row in range(plan.rows)
         ]
         scales = [numerics.rsqrt(mean + plan.eps) for mean in means]
-        for (row, piece), words, (_, weights) in zip(pieces, totals, residual):
+        for (row, piece, _), words, (_, weights) in zip(pieces, totals, residual):
             rounded = [numerics.pair(*(x * scales[row] for x in numerics.bf16_entries(word)), "bf16") for word in words]
-            self.put(row, piece, [numerics.combine_bf16(numerics.multiply, x, weight) for x, weight in zip(rounded, weights)])
+            self.put(row, piece, [numerics.multiply_bf16(x, weight) for x, weight in zip(rounded, weights)])
         ptx.synchronize(None, 1)
 
     def operands(self, place, n: int) -> tuple:

@@ -14,7 +14,8 @@ it: weights of the next stage are on their way already.
 Tickets, drawn from a counter in the order of the stages, say which outputs a block works on. So whatever a block waits for belongs to a
 block that runs already, or to another device's launch: the launch comes to its end however few of its blocks fit on the device at once,
 beside other launches or not.
-A slot of the ring of codes holds a pass of a tile: codes [plane][output][group][64 bytes], then scales and zeros [array][output][group].
+A slot of the ring of codes holds a pass of a tile: codes [plane][output][group][64 bytes], then scales and zeros: [output][two groups], a
+word of scales and one of zeros for these, or where groups have fewer than 128 inputs [array][output][group].
 One of the ring of sums holds a tile's [warp][row tile][lane][2 outputs], see `add_group`. One of the ring of tickets holds a ticket.
 Rings, barriers and the handoff buffer are drawn in docs/kernels/matmul.md.
 """
@@ -185,19 +186,22 @@ def copy_pass(plan: Plan, stage: Stage, first, left, source, slot, barrier, warp
             continue
         leading = leading_entries(stage, row)
         start = array + (ptx.i64(row) * stage.groups + ptx.i64(first) - ptx.i64(leading)) * 2
-        to = slot + plan.code_bytes + (output + i * TILE) * plan.parameter_pitch
-        copy_word(to, start, word, left + leading)
+        to = slot + plan.code_bytes + output * (2 * plan.parameter_pitch) + 4 * i  # a word of zeros after each of scales
+        copy_word(to, start, word, left + leading, step=8)
         if stage.groups % 2:  # a row that begins in the middle of a word has one word more
             with ptx.when(word == 0):
-                copy_word(to, start, ptx.i32(words), left + leading)
+                copy_word(to, start, ptx.i32(words), left + leading, step=8)
     ptx.arrive_after_copies(barrier)
 
 
-def copy_word(to, start, number, entries) -> None:
-    """Copies the word of that number of a row of 16-bit entries; entries from number `entries` on become 0."""
+def copy_word(to, start, number, entries, step: int = 4) -> None:
+    """Copies the word of that number of a row of 16-bit entries; entries from number `entries` on become 0.
+
+    step: bytes from one word to the next where they are copied to.
+    """
     count = ptx.minimum(ptx.maximum(entries - number * 2, ptx.i32(0)), ptx.i32(2))
     source = start + ptx.i64(ptx.select(ptx.i32(0) < count, number, ptx.i32(0))) * 4
-    ptx.copy_async(to + number * 4, source, count * 2, width=4)
+    ptx.copy_async(to + number * step, source, count * 2, width=4)
 
 
 def leading_entries(stage: Stage, row):
@@ -240,8 +244,10 @@ def multiply(plan: Plan, number: int, share: Share, ring: Ring, sums: Ring, x: A
     codes_at = g * CODE_PITCH + warp * CODE_BYTES + t * (16 // subgroups)
     # Rows g and g + 8 of a tile have the parity of their rows in the weight: tiles start at even rows.
     entry = warp + leading_entries(stage, g)
-    parameters_at = plan.code_bytes + g * plan.parameter_pitch
-    parameters_at = parameters_at + ((entry >> 1) * 4 if subgroups == 1 else warp * (2 * subgroups))
+    if subgroups == 1:
+        parameters_at = plan.code_bytes + g * (2 * plan.parameter_pitch) + (entry >> 1) * 8
+    else:
+        parameters_at = plan.code_bytes + g * plan.parameter_pitch + warp * (2 * subgroups)
     shift = ((entry & 1) ^ 1) << 4  # a word holds two groups: to the upper half
 
     def take(slot):
@@ -250,16 +256,18 @@ def multiply(plan: Plan, number: int, share: Share, ring: Ring, sums: Ring, x: A
         planes = range(0, plan.parameters.planes * TILE, TILE)
         codes = [[words_of_row(start + codes_at + (plane + more) * CODE_PITCH) for more in (0, 8)] for plane in planes]
 
-        def one(row, subgroup):
-            """An entry, in the upper half of a word."""
-            at = start + parameters_at + row * plan.parameter_pitch
+        def entries(row, subgroup):
+            """The scale and the zero of a row, each in the upper half of a word."""
             if subgroups == 1:
-                return ptx.load_shared(at, 1)[0] << shift
-            return ptx.load_shared(at + subgroup // 2 * 4, 1)[0] << (0 if subgroup % 2 else 16)
+                return (word << shift for word in ptx.load_shared(start + parameters_at + row * (2 * plan.parameter_pitch), 2))
+            at = start + parameters_at + row * plan.parameter_pitch + subgroup // 2 * 4
+            words = (ptx.load_shared(at + zeros, 1)[0] for zeros in (0, TILE * plan.parameter_pitch))
+            return (word << (0 if subgroup % 2 else 16) for word in words)
 
         def scale_and_zero(row, subgroup):
-            scale = scale_of(plan, one(row, subgroup))
-            return of_planes(plan, scale, zero_of(plan, one(TILE + row, subgroup), scale))
+            scale, zero = entries(row, subgroup)
+            scale = scale_of(plan, scale)
+            return of_planes(plan, scale, zero_of(plan, zero, scale))
 
         return codes, [[scale_and_zero(row, subgroup) for row in (0, 8)] for subgroup in range(subgroups)]
 

@@ -17,15 +17,17 @@ CODE_BYTES = GROUP_SIZE // 2  # of a group of one output
 # Bytes from one output to the next in shared memory: neighbours lie in different banks.
 CODE_PITCH = PASS * CODE_BYTES + 64
 STEPS = GROUP_SIZE // 32  # words that a lane multiplies of a group
-# Slots of the ring of codes: fewer than enough leave the memory idle, and more than the most are of no use.
-MIN_SLOTS, ENOUGH_SLOTS, MAX_SLOTS = 3, 4, 12
+# Slots of the ring of codes: fewer than enough leave the memory idle. With plenty a stage's codes come while its inputs are waited for and
+# placed; more than the most are of no use.
+MIN_SLOTS, ENOUGH_SLOTS, PLENTY_SLOTS, MAX_SLOTS = 3, 4, 10, 12
 SUMS_SLOTS = 2  # tiles whose sums there is place for
 TICKET_SLOTS = 4  # tickets that warps of a block may be apart
 COUNTER_WORDS = 32  # at the start of a handoff buffer, and of exchange memory: counters, and what keeps them apart from the rest
 BUFFERS = 3  # for partial sums, in exchange memory (mosaic_exchange.py)
 STATE_WORDS = 4  # of shared memory, for what a block knows of the exchange
 VALUES_PER_PIECE = 8  # values of a row of activations that a thread moves at once
-PIECES_AT_ONCE = 4  # pieces of a stage's inputs without a norm that a thread has in registers
+PIECES_AT_ONCE = 8  # pieces of a stage's inputs without a norm that a thread has in registers
+PLACED_AT_ONCE = 4  # pieces of these inputs that a thread places at once, or one of each row if these are more
 MAX_TOGETHER = 3  # tiles that a block takes: with more, their sums leave the registers
 
 
@@ -100,11 +102,23 @@ class Plan:
         num_devices: int = 1,
         parameters: support.Parameters = support.DEFAULT_PARAMETERS,
     ) -> "Plan":
-        """A plan with as many stages resident as leave enough slots; those with a norm always are."""
-        least = max((stage.passes for stage in stages if stage.normed), default=0)
-        for most in sorted({least, *(stage.passes for stage in stages if stage.passes >= least)}, reverse=True):
-            others = any(stage.passes > most for stage in stages)
-            plan = cls(rows, stages, blocks, max(most, passes_at_once(rows) if others else 0), eps, num_devices, parameters)
+        """A plan with as many stages resident as leave enough slots; those with a norm always are.
+
+        Where there are not plenty, a stage of which a block takes all its tiles together is not: its inputs are placed once in any case.
+        """
+        largest = max(stage.passes for stage in stages)
+        at_once = min(passes_at_once(rows), largest)
+
+        def with_room(passes: int) -> Plan:
+            return cls(rows, stages, blocks, max(passes, at_once) if passes < largest else passes, eps, num_devices, parameters)
+
+        plan = with_room(largest)
+        if plan.slots >= PLENTY_SLOTS:
+            return plan
+        normed = max((stage.passes for stage in stages if stage.normed), default=0)
+        several = [stage.passes for stage in stages if stage.tiles > MAX_TOGETHER * blocks]
+        for passes in sorted({normed, *(each for each in several if each > normed)}, reverse=True):
+            plan = with_room(passes)
             if plan.slots >= ENOUGH_SLOTS:
                 break
         return plan
@@ -209,4 +223,4 @@ class Plan:
 
 def passes_at_once(rows: int) -> int:
     """How many passes a warp places the activations of at once: an even number, for half of its lanes take one of two."""
-    return 2 * max(1, PIECES_AT_ONCE // rows)
+    return 2 * max(1, PLACED_AT_ONCE // rows)

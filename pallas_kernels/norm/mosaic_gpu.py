@@ -66,7 +66,7 @@ def _emit_row(width: int, warps: int, eps: float, refs: dict) -> None:
     weights = ptx.load_global(at["weight"] + ptx.i64(place), VALUES // 2)
     if "added" in at:
         added = ptx.load_global(at["added"] + within, VALUES // 2)
-        words = [numerics.combine_bf16(numerics.add, x, y) for x, y in zip(words, added)]
+        words = [numerics.add_bf16(x, y) for x, y in zip(words, added)]
         with ptx.when(there):
             ptx.store_global_words(at["total"] + within, *words)
     numbers = [x for word in words for x in numerics.bf16_entries(word)]
@@ -78,6 +78,6 @@ def _emit_row(width: int, warps: int, eps: float, refs: dict) -> None:
     mean = numerics.total(ptx.load_shared(at["shared"], warps, "f")) * (1 / width)
     scale = numerics.rsqrt(mean + eps)
     pairs = [numerics.pair(a * scale, b * scale, "bf16") for a, b in zip(numbers[::2], numbers[1::2])]
-    normed = [numerics.combine_bf16(numerics.multiply, x, weight) for x, weight in zip(pairs, weights)]
+    normed = [numerics.multiply_bf16(x, weight) for x, weight in zip(pairs, weights)]
     with ptx.when(there):
         ptx.store_global_words(at["normed"] + within, *normed)
