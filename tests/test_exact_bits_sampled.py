@@ -93,8 +93,8 @@ def test_rows_beside_rows_of_other_processors_and_adaptive_ones(model):
 
 def test_nothing_of_drafts_and_draws_is_computed_for_several_rows(model, monkeypatch):
     """What would be otherwise for several rows is seen, and is not there: in the usual rounds it is."""
-    sampled = Sampling._sampled
-    monkeypatch.setattr(Sampling, "_sampled", lambda self, logits: sampled(self, logits * (1.0 if len(logits) == 1 else 1.1)))
+    scaled = Sampling._scaled
+    monkeypatch.setattr(Sampling, "_scaled", lambda self, logits: scaled(self, logits * (1.0 if len(logits) == 1 else 1.1)))
     Compiled.forget()
     check(model, ALIKE, draft="quantspec")
     monkeypatch.setattr(Engine, "_of_round", {})

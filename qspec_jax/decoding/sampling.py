@@ -151,22 +151,22 @@ class Sampling:
 
     def probabilities(self, logits: Float[Array, "B *T V"]) -> Float[Array, "B *T V"]:
         """The distribution that tokens are drawn from. Ties with the last token kept are kept too."""
-        p = self._sampled(logits)
-        if not self.some_greedy:
-            return p
-        greedy = jax.nn.one_hot(jnp.argmax(logits, -1), logits.shape[-1], dtype=p.dtype)
-        return jnp.where(_by_row(self.temperature, logits) == 0, greedy, p)
+        return _normalized(self._scaled(logits))
 
-    def _sampled(self, logits: Float[Array, "B *T V"]) -> Float[Array, "B *T V"]:
+    def _scaled(self, logits: Float[Array, "B *T V"]) -> Float[Array, "B *T V"]:
+        """The logarithms of weights that tokens are drawn by, the largest of them 0."""
         temperature = jnp.maximum(self.temperature, jnp.finfo(jnp.float32).tiny).astype(logits.dtype)
         # The largest is subtracted first: a tiny temperature then gives -inf, never inf - inf.
-        logits = (logits - logits.max(-1, keepdims=True)) / _by_row(temperature, logits)
-        kept = logits
+        scaled = (logits - logits.max(-1, keepdims=True)) / _by_row(temperature, logits)
+        kept = scaled
         if self.use_top_k or self.use_top_p:
-            kept = jnp.where(logits < self._last_ranked(logits), -jnp.inf, kept)
+            kept = jnp.where(scaled < self._last_ranked(scaled), -jnp.inf, kept)
         if self.use_min_p:
-            kept = jnp.where(logits < jnp.log(_by_row(self.min_p, logits)).astype(logits.dtype), -jnp.inf, kept)
-        return jax.nn.softmax(kept, -1)
+            kept = jnp.where(scaled < jnp.log(_by_row(self.min_p, scaled)).astype(scaled.dtype), -jnp.inf, kept)
+        if not self.some_greedy:
+            return kept
+        greedy = jnp.where(jax.nn.one_hot(jnp.argmax(logits, -1), logits.shape[-1], dtype=bool), 0, -jnp.inf).astype(kept.dtype)
+        return jnp.where(_by_row(self.temperature, logits) == 0, greedy, kept)
 
     def _last_ranked(self, logits: Float[Array, "B *T V"]) -> Float[Array, "B *T 1"]:
         """The smallest logit that top-k and top-p keep."""
@@ -182,8 +182,8 @@ class Sampling:
         return jnp.min(jnp.where(keep, ranked, jnp.inf), -1, keepdims=True)
 
     def choose(self, logits: Float[Array, "B V"], keys: Key[Array, "B"], positions: Int[Array, "B"], purpose: int) -> tuple[Array, Array]:
-        probabilities = self.probabilities(logits)
-        return _draw(probabilities, draw_keys(keys, positions, purpose)), probabilities
+        scaled = self._scaled(logits)
+        return _drawn(scaled, draw_keys(keys, positions, purpose)), _normalized(scaled)
 
     def distributions(self, logits: Float[Array, "B T V"]) -> Float[Array, "B T W"]:
         return self.probabilities(logits)
@@ -200,17 +200,18 @@ class Sampling:
         keys: Key[Array, "B"],
         positions: Int[Array, "B T"],
     ) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
-        p = self.probabilities(logits)
+        scaled = self._scaled(logits)
         if drafts.shape[1] == 0:
             accepted = jnp.zeros_like(eligible)
-            return accepted, _draw(p[:, 0], draw_keys(keys, positions[:, 0], TARGET))
+            return accepted, _drawn(scaled[:, 0], draw_keys(keys, positions[:, 0], TARGET))
+        p = _normalized(scaled)
         q_of_drafts, p_of_drafts = (jnp.take_along_axis(x, drafts[..., None], -1)[..., 0] for x in (proposals, p[:, :-1]))
         uniform = accept_draws(keys, positions[:, :-1], p.dtype)
         accepted = _leading(uniform * q_of_drafts < p_of_drafts, eligible)
         # If all eligible drafts are accepted, the next token is drawn from the target's distribution and not from the residual.
-        q = _pick(proposals, jnp.minimum(accepted, drafts.shape[1] - 1))
-        q = jnp.where((accepted < eligible)[:, None], q, 0)
-        return accepted, _draw(residual(_pick(p, accepted), q), draw_keys(keys, _pick(positions, accepted), TARGET))
+        rest = residual(_pick(p, accepted), _pick(proposals, jnp.minimum(accepted, drafts.shape[1] - 1)))
+        weights = jnp.where((accepted < eligible)[:, None], jnp.log(rest), _pick(scaled, accepted))
+        return accepted, _drawn(weights, draw_keys(keys, _pick(positions, accepted), TARGET))
 
     def below(self) -> Self:
         return self
@@ -261,5 +262,12 @@ def _pick(x: Array, index: Int[Array, "B"]) -> Array:
     return jax.vmap(lambda row, i: row[i])(x, index)
 
 
-def _draw(weights: Float[Array, "B V"], keys: Key[Array, "B"]) -> Int[Array, "B"]:
-    return jax.vmap(lambda key, w: jax.random.categorical(key, jnp.log(w)))(keys, weights).astype(jnp.int32)
+def _normalized(scaled: Float[Array, "*B V"]) -> Float[Array, "*B V"]:
+    """The distribution with these logarithms of weights, the largest of which is 0. `jax.nn.softmax` would look for the largest again."""
+    weights = jnp.exp(scaled)
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def _drawn(scaled: Float[Array, "B V"], keys: Key[Array, "B"]) -> Int[Array, "B"]:
+    """A token of each row, drawn by weights of these logarithms."""
+    return jax.vmap(jax.random.categorical)(keys, scaled).astype(jnp.int32)

@@ -88,11 +88,13 @@ class Eagle3Draft(Draft):
         head: the head, which is given the target's features.
         sinks: how many of the first pairs it reads.
         window: how many of the most recent pairs it reads; of several that come in one pass, the later ones also see those before them.
+        numbers: `Eagle3Head.numbers`, in the decode loop; else None.
     """
 
     head: Eagle3Head
     sinks: int = dataclasses.field(metadata={"static": True})
     window: int = dataclasses.field(metadata={"static": True})
+    numbers: Int[Array, "V"] | None = None
 
     independent = True
     proposes = Proposes.ALL
@@ -101,6 +103,10 @@ class Eagle3Draft(Draft):
     def taps(self) -> Taps:
         # The last token's are those of a pair that waits for its token.
         return Taps(self.head.taps, self.sinks, self.window + 1 + TRIMMED)
+
+    def in_loop(self) -> Self:
+        # Made once: each pass would put its logits where they belong by launches of their own.
+        return dataclasses.replace(self, numbers=self.head.numbers())
 
     def made_for(self) -> tuple[tuple[str, int], ...]:
         return ("vocab_size", self.head.config.vocab_size), ("hidden_size", self.head.settings.target_hidden_size)
@@ -175,7 +181,7 @@ class Eagle3Draft(Draft):
             return self.next_pass(tokens, own.position[:, None] + positions - current.position[:, None] - 1, carried)
 
         carried = FedBack(own.cache, hidden)
-        proposal, carried = propose_by_steps(step, carried, current, first=head.in_targets_vocabulary(first[:, 0]))
+        proposal, carried = propose_by_steps(step, carried, current, first=head.in_targets_vocabulary(first[:, 0], self.numbers))
         own = dataclasses.replace(own, cache=carried.cache)
         knows = count > 0
         foreseen = jnp.where(knows, current.eligible, 0)
@@ -186,7 +192,7 @@ class Eagle3Draft(Draft):
         """A pass over the pair of each row's token and what the pass before fed back, at these positions: the logits, and what it feeds
         back."""
         logits, hidden, cache = self.head(fed_back.hidden, tokens, at, fed_back.cache, view=FULL_PRECISION)
-        return self.head.in_targets_vocabulary(logits), FedBack(cache, hidden)
+        return self.head.in_targets_vocabulary(logits, self.numbers), FedBack(cache, hidden)
 
     def within_round(self, state: HeadState, max_tokens: int) -> HeadState:
         # A row that runs has read its pairs, and `commit` puts others there; one that has ended reads none.

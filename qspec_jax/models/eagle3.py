@@ -185,9 +185,19 @@ class Eagle3Head(nnx.Module):
         found = (rope.cos_sin(each, c.head_dim, c.max_position_embeddings, positions, positions + 1) for each in c.ropes)
         return Angles(tuple(found), None)
 
-    def in_targets_vocabulary(self, logits: Float[Array, "*rows draft"]) -> Float[Array, "*rows V"]:
-        """Logits of the target's tokens: -inf for those that the head does not have."""
+    def numbers(self) -> Int[Array, "V"] | None:
+        """The head's number of each of the target's tokens, `draft_vocab_size` for those that it does not have; None where it has the whole
+        vocabulary."""
         if self.target_ids is None:
+            return None
+        tokens = self.settings.draft_vocab_size
+        none = jnp.full(self.config.vocab_size, tokens, jnp.int32)
+        return none.at[self.target_ids.get_value()].set(jnp.arange(tokens, dtype=jnp.int32), unique_indices=True)
+
+    def in_targets_vocabulary(self, logits: Float[Array, "*rows draft"], numbers: Int[Array, "V"] | None = None) -> Float[Array, "*rows V"]:
+        """Logits of the target's tokens: -inf for those that the head does not have. numbers: what the method of that name returned; None
+        computes it."""
+        numbers = self.numbers() if numbers is None else numbers
+        if numbers is None:
             return logits
-        no_token = jnp.full((*logits.shape[:-1], self.config.vocab_size), -jnp.inf, logits.dtype)
-        return no_token.at[..., self.target_ids.get_value()].set(logits, unique_indices=True)
+        return jnp.where(numbers < logits.shape[-1], logits.at[..., numbers].get(mode="clip"), -jnp.inf)
