@@ -83,7 +83,8 @@ def test_the_first_drafts_are_the_goldens(name, target, golden):
     config = dataclasses.replace(FULL, num_speculative_tokens=5, draft="quantspec")
     state, _, limits = prepared(target, golden["input_ids"].tolist(), config, draft=draft)
     np.testing.assert_array_equal(state.pending, golden["next_ids"])
-    np.testing.assert_array_equal(next_drafts(draft, state, limits), golden[f"{name}.chain_ids"])
+    for each in draft, draft.in_loop():
+        np.testing.assert_array_equal(next_drafts(each, state, limits), golden[f"{name}.chain_ids"])
 
 
 @pytest.mark.parametrize("sinks", [2, *in_system(0)])
@@ -360,6 +361,9 @@ def test_the_head_predicts_its_own_vocabulary_alone():
     wide = np.asarray(head.in_targets_vocabulary(logits))
     np.testing.assert_array_equal(wide[:, ::4], logits)
     assert np.isneginf(np.delete(wide, np.arange(0, 64, 4), 1)).all()
+    draft = Eagle3Draft(head, 4, 20).in_loop()
+    np.testing.assert_array_equal(draft.numbers, [i // 4 if i % 4 == 0 else 16 for i in range(64)])
+    np.testing.assert_array_equal(head.in_targets_vocabulary(logits, draft.numbers), wide)
 
 
 def test_a_pass_for_one_token_of_each_row_is_that_of_all(float64):

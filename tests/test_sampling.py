@@ -215,6 +215,20 @@ def test_temperature_zero_is_greedy():
     assert make_sampler(GenerationConfig(temperature=0.0, top_k=5)) == Greedy()
 
 
+@pytest.mark.parametrize("options", [{}, dict(top_k=3), dict(top_p=0.8, min_p=0.1)], ids=str)
+def test_a_token_after_no_draft_is_the_one_that_is_drawn_without_drafts(options):
+    """Also where all drafts that count were accepted: the residual is that of a rejected draft alone."""
+    sampler = make_sampler(GenerationConfig(temperature=0.7, **options))
+    logits, proposals = jax.random.normal(jax.random.key(1), (64, 3, 11)), jnp.full((64, 2, 11), 1 / 11)
+    keys, positions = prompt_keys(jax.random.key(2), 64), jnp.broadcast_to(jnp.arange(3), (64, 3))
+    eligible = jnp.arange(64) % 3
+    accepted, tokens = sampler.verify(logits, logits[:, :2].argmax(-1), proposals, eligible, keys, positions)
+    drawn = jnp.stack([sampler.choose(logits[:, i], keys, positions[:, i], TARGET)[0] for i in range(3)], 1)
+    all_counted = np.asarray(accepted == eligible)
+    assert set(np.asarray(eligible)[all_counted]) == {0, 1, 2}
+    np.testing.assert_array_equal(np.asarray(tokens)[all_counted], np.asarray(drawn)[np.arange(64), accepted][all_counted])
+
+
 def test_draws_differ_by_row_position_and_purpose():
     keys = prompt_keys(jax.random.key(0), 5)
     positions = jnp.broadcast_to(jnp.arange(7), (5, 7))

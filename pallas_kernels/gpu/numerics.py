@@ -55,8 +55,7 @@ def multiply_bf16(a: Value, b: Value) -> Value:
 
 
 def add_bf16(a: Value, b: Value) -> Value:
-    """Sums of two pairs of bfloat16, entry by entry. They are the sums in float32, rounded: what float32 loses of a sum is too little for
-    that to round it otherwise."""
+    """Sums of two pairs of bfloat16, entry by entry, each rounded once. A sum in float32, then rounded to bfloat16, is the same."""
     return fma_bf16(a, ptx.i32(BF16_ONES), b)
 
 
@@ -179,7 +178,7 @@ def int8_to_bf16(x: Value) -> tuple[Value, Value]:
 
 
 def lower_bytes(words: Sequence[Value]) -> tuple[Value, Value]:
-    """Of four words a word of their lowest bytes, and one of their second."""
+    """The lowest bytes of four words as one word, and their second bytes as another."""
     return transpose_pairs(*(ptx.pure("prmt.b32 $0, $1, $2, 0x5140;", *words[i : i + 2]) for i in (0, 2)))
 
 

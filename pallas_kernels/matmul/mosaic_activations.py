@@ -71,7 +71,7 @@ class Activations:
         """
         half, within = self.lane // PIECES, self.lane % PIECES
         start = ((first + half) * PASS + self.warp) * PIECES + within
-        # Every other number of passes ends with some that have no groups, or fewer.
+        # Otherwise the last passes have fewer groups, or none.
         whole = passes % 2 == 0 and stage.groups % (passes * PASS) == 0
 
         def piece(row, number):

@@ -165,7 +165,7 @@ class Sampling:
             kept = jnp.where(scaled < jnp.log(_by_row(self.min_p, scaled)).astype(scaled.dtype), -jnp.inf, kept)
         if not self.some_greedy:
             return kept
-        greedy = jnp.where(jax.nn.one_hot(jnp.argmax(logits, -1), logits.shape[-1], dtype=bool), 0, -jnp.inf).astype(kept.dtype)
+        greedy = jnp.log(jax.nn.one_hot(jnp.argmax(logits, -1), logits.shape[-1], dtype=kept.dtype))
         return jnp.where(_by_row(self.temperature, logits) == 0, greedy, kept)
 
     def _last_ranked(self, logits: Float[Array, "B *T V"]) -> Float[Array, "B *T 1"]:

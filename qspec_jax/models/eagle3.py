@@ -195,8 +195,7 @@ class Eagle3Head(nnx.Module):
         return none.at[self.target_ids.get_value()].set(jnp.arange(tokens, dtype=jnp.int32), unique_indices=True)
 
     def in_targets_vocabulary(self, logits: Float[Array, "*rows draft"], numbers: Int[Array, "V"] | None = None) -> Float[Array, "*rows V"]:
-        """Logits of the target's tokens: -inf for those that the head does not have. numbers: what the method of that name returned; None
-        computes it."""
+        """Logits of the target's tokens: -inf for those that the head does not have. numbers: `self.numbers()`; None computes it."""
         numbers = self.numbers() if numbers is None else numbers
         if numbers is None:
             return logits
