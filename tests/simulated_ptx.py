@@ -83,8 +83,17 @@ def _ballot(found, code, x):
     return constant(int(np.sum((x != 0) << LANES.astype(np.int64))), np.int32)
 
 
+def to_odd(x: np.ndarray) -> np.ndarray:
+    """float32 of float64, where what lies between two numbers becomes the odd one: rounding that once more is as rounding `x` once."""
+    with np.errstate(over="ignore"):
+        nearest = x.astype(np.float32)
+    beside = np.nextafter(nearest, np.where(x > nearest, np.inf, -np.inf).astype(np.float32))
+    return np.where((nearest == x) | ~np.isfinite(nearest) | (nearest.view(np.int32) & 1 == 1), nearest, beside)
+
+
 def bf16_bits(x: np.ndarray) -> np.ndarray:
-    bits = x.astype(ml_dtypes.bfloat16).view(np.uint16)
+    # ml_dtypes rounds float64 once from 0.7 on, and by way of float32 before.
+    bits = (to_odd(x) if x.dtype == np.float64 else x).astype(ml_dtypes.bfloat16).view(np.uint16)
     return np.where(np.isnan(x), 0x7FFF, bits).astype(np.uint16)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from problems.matmul import activations, int8_weight, nested_weight, random_weight, relative_error, separate, with_zero_points
 from simulated_gpu import launch
-from simulated_ptx import at_once, simulate
+from simulated_ptx import at_once, bf16_bits, simulate
 
 import pallas_kernels.matmul.mosaic_gpu as matmul
 import pallas_kernels.matmul.mosaic_int8 as int8_matmul
@@ -205,6 +205,24 @@ def test_one_of_many_rows_depends_on_no_other():
         np.testing.assert_array_equal(np.delete(y, row, 0), np.delete(together, row, 0))
 
 
+def test_bits_of_bfloat16_are_those_of_one_rounding():
+    """Of numbers halfway between two of bfloat16, and as near to that as float64 can say."""
+    low = np.arange(0x0000, 0x7F7F, 7, np.uint16)  # from 0 to the largest
+    wide = lambda bits: (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    middle = (wide(low) + wide(low + 1)) / 2
+    for sign, offset in ((1.0, 0), (-1.0, 0x8000)):
+        np.testing.assert_array_equal(bf16_bits(sign * middle), low + (low & 1) + offset)
+        np.testing.assert_array_equal(bf16_bits(sign * np.nextafter(middle, 0)), low + offset)
+        np.testing.assert_array_equal(bf16_bits(sign * np.nextafter(middle, np.inf)), low + 1 + offset)
+    np.testing.assert_array_equal(bf16_bits(np.array([np.inf, -np.inf, np.nan, 1e300])), [0x7F80, 0xFF80, 0x7FFF, 0x7F80])
+
+
+def bits_rounded_once(weight) -> np.ndarray:
+    """[in, out] bits of the weight in bfloat16. By way of float32 some would be halfway between two."""
+    with jax.enable_x64(True):
+        return bf16_bits(np.asarray(dequantize_weight(weight, jnp.float64).T))
+
+
 def test_nibbles_as_bfloat16_are_rounded_once():
     """Every code of every input times scale plus zero, by activations that take one input each."""
     r = np.random.default_rng(0)
@@ -212,8 +230,7 @@ def test_nibbles_as_bfloat16_are_rounded_once():
     weight = Int4Weight(jnp.asarray(r.integers(0, 256, (16, 2, 64), np.uint8)), scale.at[0, 0].set(0), zero)
     plan = WidePlan(64, 2, (16,), 1, WideConfig(64, 1))
     y = jnp.concatenate([at_once(wide_matmul.run)(plan, x, [weight]) for x in jnp.split(jnp.eye(256, dtype=jnp.bfloat16), 4)])
-    exact = dequantize_weight(weight, jnp.float32)
-    np.testing.assert_array_equal(np.asarray(y), np.asarray(exact.T.astype(jnp.bfloat16)))
+    np.testing.assert_array_equal(np.asarray(y).view(np.uint16), bits_rounded_once(weight))
 
 
 @pytest.mark.parametrize("steps", [16, 8])
@@ -226,8 +243,7 @@ def test_nested_codes_as_bfloat16_are_rounded_once(steps):
     weight = NestedWeight(upper, pack(jnp.asarray(codes & 15)), steps)
     plan = WidePlan(64, 2, (16,), 1, WideConfig(64, 1), Parameters(lower_steps=steps))
     y = jnp.concatenate([at_once(wide_matmul.run)(plan, x, [weight]) for x in jnp.split(jnp.eye(256, dtype=jnp.bfloat16), 4)])
-    exact = dequantize_weight(weight, jnp.float32)
-    np.testing.assert_array_equal(np.asarray(y), np.asarray(exact.T.astype(jnp.bfloat16)))
+    np.testing.assert_array_equal(np.asarray(y).view(np.uint16), bits_rounded_once(weight))
 
 
 @pytest.mark.parametrize("scale_dtype", [jnp.bfloat16, jnp.float16])
