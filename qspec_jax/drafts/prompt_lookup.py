@@ -19,6 +19,8 @@ from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.settings_text import check_settings, setting
 
+UNROLLED = 8  # tokens of the longest n-gram that is compared in one kernel
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +78,8 @@ def look_up(
 
     # matched[b, i]: how many of the tokens up to i are as the last ones of the text
     earlier = jnp.broadcast_to(column < last, (B, R))
-    _, matched = lax.fori_loop(0, longest, compare, (earlier, jnp.zeros((B, R), jnp.int32)))
+    # A loop would be launches of its own, of a few us each.
+    _, matched = lax.fori_loop(0, longest, compare, (earlier, jnp.zeros((B, R), jnp.int32)), unroll=longest <= UNROLLED)
     most = matched.max(1, keepdims=True)
     start = jnp.where(matched == most, column, -1).max(1, keepdims=True) + 1
     followed = jnp.maximum(last + 1 - start, 1)
