@@ -215,6 +215,22 @@ def test_temperature_zero_is_greedy():
     assert make_sampler(GenerationConfig(temperature=0.0, top_k=5)) == Greedy()
 
 
+@pytest.mark.parametrize("options", [{}, dict(top_k=3), dict(min_p=0.5)], ids=str)
+@pytest.mark.parametrize("temperature", [1e-3, 1e-12, 1e-30, 1e-45])
+def test_at_a_tiny_temperature_the_most_likely_token_has_all_probability(temperature, options):
+    """Also beside biases of the largest size and tokens that are banned."""
+    logits = jnp.array([[[0.5, -2, 3, 2.5, -jnp.inf], [1e9, 2, -1e9, -jnp.inf, 3]]])
+    sampler = make_sampler(GenerationConfig(temperature=temperature, **options))
+    expected = jax.nn.one_hot(jnp.array([[2, 0]]), 5)
+    np.testing.assert_array_equal(sampler.probabilities(logits), expected)
+    keys, positions = prompt_keys(jax.random.key(0), 1), jnp.zeros((1, 2), jnp.int32)
+    token, q = sampler.choose(logits[:, 0], keys, positions[:, 0], TARGET)
+    assert token == 2 and (q == expected[:, 0]).all()
+    for drafts, found in (([[2]], (1, 0)), ([[3]], (0, 2))):
+        accepted, token = sampler.verify(logits, jnp.array(drafts), jax.nn.one_hot(jnp.array(drafts), 5), jnp.array([1]), keys, positions)
+        assert (accepted, token) == found
+
+
 @pytest.mark.parametrize("options", [{}, dict(top_k=3), dict(top_p=0.8, min_p=0.1)], ids=str)
 def test_a_token_after_no_draft_is_the_one_that_is_drawn_without_drafts(options):
     """Also where all drafts that count were accepted: the residual is that of a rejected draft alone."""

@@ -14,9 +14,11 @@ from jaxtyping import Array, Float, Int, Key
 from qspec_jax.decoding.config import BITS, GenerationConfig
 from qspec_jax.decoding.exact_bits import decodes_in_turn
 from qspec_jax.decoding.keys import IMPLEMENTATION, as_threefry
+from qspec_jax.decoding.reductions import best, reduced, weights
 from qspec_jax.errors import InputError
 
 DRAFT, ACCEPT, TARGET = range(3)  # purposes of a draw
+MIN_TEMPERATURE = 1e-28  # by which only the most likely token has any probability, and a logit of 1e9 stays finite
 SAMPLES = 0x7FFFFFFE  # folded into the key of a prompt's samples after the first; larger than any position
 
 
@@ -151,18 +153,19 @@ class Sampling:
 
     def probabilities(self, logits: Float[Array, "B *T V"]) -> Float[Array, "B *T V"]:
         """The distribution that tokens are drawn from. Ties with the last token kept are kept too."""
-        return _normalized(self._scaled(logits))
+        scaled = self._scaled(logits)
+        ((largest, total),) = reduced(weights(scaled))
+        return _normalized(scaled, largest, total)
 
     def _scaled(self, logits: Float[Array, "B *T V"]) -> Float[Array, "B *T V"]:
-        """The logarithms of weights that tokens are drawn by, the largest of them 0."""
-        temperature = jnp.maximum(self.temperature, jnp.finfo(jnp.float32).tiny).astype(logits.dtype)
-        # The largest is subtracted first: a tiny temperature then gives -inf, never inf - inf.
-        scaled = (logits - logits.max(-1, keepdims=True)) / _by_row(temperature, logits)
+        """The logarithms of weights that tokens are drawn by, but for a constant of each distribution."""
+        scaled = logits / _by_row(jnp.maximum(self.temperature, MIN_TEMPERATURE).astype(logits.dtype), logits)
         kept = scaled
         if self.use_top_k or self.use_top_p:
             kept = jnp.where(scaled < self._last_ranked(scaled), -jnp.inf, kept)
         if self.use_min_p:
-            kept = jnp.where(scaled < jnp.log(_by_row(self.min_p, scaled)).astype(scaled.dtype), -jnp.inf, kept)
+            least = jnp.log(_by_row(self.min_p, scaled)).astype(scaled.dtype)
+            kept = jnp.where(scaled - scaled.max(-1, keepdims=True) < least, -jnp.inf, kept)
         if not self.some_greedy:
             return kept
         greedy = jnp.log(jax.nn.one_hot(jnp.argmax(logits, -1), logits.shape[-1], dtype=kept.dtype))
@@ -183,7 +186,8 @@ class Sampling:
 
     def choose(self, logits: Float[Array, "B V"], keys: Key[Array, "B"], positions: Int[Array, "B"], purpose: int) -> tuple[Array, Array]:
         scaled = self._scaled(logits)
-        return _drawn(scaled, draw_keys(keys, positions, purpose)), _normalized(scaled)
+        (largest, total), (_, token) = reduced(weights(scaled), best(scaled + _noise(scaled, draw_keys(keys, positions, purpose))))
+        return token, _normalized(scaled, largest, total)
 
     def distributions(self, logits: Float[Array, "B T V"]) -> Float[Array, "B T W"]:
         return self.probabilities(logits)
@@ -200,18 +204,19 @@ class Sampling:
         keys: Key[Array, "B"],
         positions: Int[Array, "B T"],
     ) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
-        scaled = self._scaled(logits)
         if drafts.shape[1] == 0:
-            accepted = jnp.zeros_like(eligible)
-            return accepted, _drawn(scaled[:, 0], draw_keys(keys, positions[:, 0], TARGET))
-        p = _normalized(scaled)
+            return jnp.zeros_like(eligible), self.choose(logits[:, 0], keys, positions[:, 0], TARGET)[0]
+        scaled = self._scaled(logits)
+        ((largest, total),) = reduced(weights(scaled))
+        p = _normalized(scaled, largest, total)
         q_of_drafts, p_of_drafts = (jnp.take_along_axis(x, drafts[..., None], -1)[..., 0] for x in (proposals, p[:, :-1]))
         uniform = accept_draws(keys, positions[:, :-1], p.dtype)
         accepted = _leading(uniform * q_of_drafts < p_of_drafts, eligible)
         # If all eligible drafts are accepted, the next token is drawn from the target's distribution and not from the residual.
         rest = residual(_pick(p, accepted), _pick(proposals, jnp.minimum(accepted, drafts.shape[1] - 1)))
-        weights = jnp.where((accepted < eligible)[:, None], jnp.log(rest), _pick(scaled, accepted))
-        return accepted, _drawn(weights, draw_keys(keys, _pick(positions, accepted), TARGET))
+        noise = _noise(rest, draw_keys(keys, _pick(positions, accepted), TARGET))
+        (most, of_rest), (_, token) = reduced(best(jnp.log(rest) + noise), best(_pick(scaled, accepted) + noise))
+        return accepted, jnp.where((accepted < eligible) & (most > -jnp.inf), of_rest, token)
 
     def below(self) -> Self:
         return self
@@ -223,9 +228,8 @@ def accept_draws(keys: Key[Array, "B"], positions: Int[Array, "B T"], dtype: Any
 
 
 def residual(p: Float[Array, "B V"], q: Float[Array, "B V"]) -> Float[Array, "B V"]:
-    """The weights to draw from after a rejection: max(p - q, 0), not normalized; p where rounding leaves none."""
-    rest = jnp.maximum(p - q, 0)
-    return jnp.where(rest.sum(-1, keepdims=True) > 0, rest, p)
+    """The weights to draw from after a rejection: max(p - q, 0), not normalized. Rounding may leave none."""
+    return jnp.maximum(p - q, 0)
 
 
 def make_sampler(*configs: GenerationConfig) -> Sampler:
@@ -262,12 +266,11 @@ def _pick(x: Array, index: Int[Array, "B"]) -> Array:
     return jax.vmap(lambda row, i: row[i])(x, index)
 
 
-def _normalized(scaled: Float[Array, "*B V"]) -> Float[Array, "*B V"]:
-    """The distribution with these logarithms of weights, the largest of which is 0. `jax.nn.softmax` would look for the largest again."""
-    weights = jnp.exp(scaled)
-    return weights / weights.sum(-1, keepdims=True)
+def _normalized(scaled: Float[Array, "*B V"], largest: Float[Array, "*B"], total: Float[Array, "*B"]) -> Float[Array, "*B V"]:
+    """The distribution with these logarithms of weights, whose largest one and sum are those of `weights`."""
+    return jnp.exp(scaled - largest[..., None]) / total[..., None]
 
 
-def _drawn(scaled: Float[Array, "B V"], keys: Key[Array, "B"]) -> Int[Array, "B"]:
-    """A token of each row, drawn by weights of these logarithms."""
-    return jax.vmap(jax.random.categorical)(keys, scaled).astype(jnp.int32)
+def _noise(scaled: Float[Array, "B V"], keys: Key[Array, "B"]) -> Float[Array, "B V"]:
+    """What is added to logarithms of weights, of which the best one is then drawn by these weights (Gumbel noise)."""
+    return jax.vmap(lambda key: jax.random.gumbel(key, scaled.shape[1:], scaled.dtype))(keys)
