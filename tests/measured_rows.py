@@ -90,6 +90,38 @@ DECODES = [
 ]
 
 
+class Cascade(NamedTuple):
+    """A whole decode at batch 1 on an H200. ratio: accepted of drafted, as it came out. inner: the chance that the middle accepts a token
+    of the first draft. ms: a token."""
+
+    place: str
+    arch: str
+    context: int
+    gamma: int
+    ratio: float
+    inner: float
+    ms: float
+    draft: str
+
+
+_HEAD = "cascade:first=(eagle3:model=random,window=1020,weight_bits=4,head_bits=8),middle=(sparse:budget=0.06)"
+CASCADES = [
+    Cascade("drafts.md, cascade", "llama-3.1-8b", 32768, 7, 0.662, 0.55, 2.477, f"{_HEAD},first_gamma=2"),
+    # At temperature 1, where the inner acceptance along such texts is what the decode's own has no reason to differ from.
+    Cascade("drafts.md, eagle3", "419m", 64000, 7, 0.68, 0.79, 1e3 / 2001.3, f"{_HEAD},first_gamma=3"),
+    Cascade(
+        "drafts.md, cascade",
+        "llama-3.1-8b",
+        32768,
+        7,
+        0.662,
+        0.55,
+        2.529,
+        "cascade:first=prompt-lookup,middle=(sparse:budget=0.06),first_gamma=2",
+    ),
+]
+
+
 class Attention(NamedTuple):
     """Attention of one layer, 32 query heads of 128. planes: None for bfloat16. context: of each row. listed: how many groups are read, by
     lists; None: all. observed: finding what each group was attended to as well."""

@@ -15,11 +15,13 @@ from qspec_jax.bench.architectures import architecture
 from qspec_jax.caches.cache import Reads
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.caches.schedule import Schedule
-from qspec_jax.drafts.registry import parse_draft
+from qspec_jax.drafts.registry import levels_in, parse_draft
+from qspec_jax.drafts.registry import name_of as name_of_draft
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.planning import timing
 from qspec_jax.planning.devices import DEVICES, Device
 from qspec_jax.planning.operations import prefill_work
+from qspec_jax.planning.plan import plan
 from qspec_jax.planning.rounds import Asked, Rounds, expected_rounds
 from qspec_jax.planning.steps import OutlinedDraft, StepReads, outlined, own_step
 from qspec_jax.planning.timing import FITTED, Cost, Efficiencies
@@ -204,8 +206,17 @@ def compared_decode(row: rows.Decode) -> list[Compared]:
     return [Compared(name_of(row), *figure, row.used) for figure in figures]
 
 
+def compared_cascade(row: rows.Cascade) -> Compared:
+    rate = acceptance_of(Schedule(G), row.gamma, row.ratio)
+    given = dict(acceptances={"": rate}, inner_acceptances={"": row.inner}, proposing={} if "eagle3" in row.draft else {"": 1.0})
+    found = plan(row.arch, config_of(row.arch), DEVICES["h200"], [row.context], [1], drafts=[row.draft], gammas=[row.gamma], **given)
+    first, _ = levels_in(row.draft)
+    what = f"{row.arch}, {row.context // 1024}k, {row.ratio} accepted, of {name_of_draft(first)}'s by the middle {row.inner}"
+    return Compared(what, "ms a token", found.rows[-1].ms_per_token, row.ms, False)
+
+
 def compared_others() -> list[Compared]:
-    found = []
+    found = [compared_cascade(row) for row in rows.CASCADES]
     for row in rows.ATTENTION:
         device, cost = attention_cost(row)
         kind = {None: "bfloat16", 1: "INT4", 2: "INT8"}[row.planes]

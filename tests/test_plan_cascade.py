@@ -1,7 +1,9 @@
 """`qspec plan` and `--draft auto` of cascades and of EAGLE-3 heads: rounds of two levels, times by hand, and the choice of both gammas."""
 
 import dataclasses
+import functools
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -18,19 +20,21 @@ from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.reading import prefill
 from qspec_jax.decoding.resolve import resolve_draft
 from qspec_jax.drafts.cascade import FIRST_GAMMA
+from qspec_jax.drafts.prompt_lookup import PromptLookupSettings
 from qspec_jax.drafts.registry import first_gamma_of, levels_in, may_become, parse_draft, with_first_gamma
 from qspec_jax.drafts.small_model import BLOCK
 from qspec_jax.errors import InputError
 from qspec_jax.models.prompts import bucket
-from qspec_jax.planning import acceptance, timing
-from qspec_jax.planning.acceptance import ACCEPTANCE, PROPOSING, Chance
-from qspec_jax.planning.choice import CASCADES, Setting, choose, choose_gammas
+from qspec_jax.planning import timing
+from qspec_jax.planning.acceptance import ACCEPTANCE, PROPOSING
+from qspec_jax.planning.choice import DraftChoice, Setting, choose, choose_gammas
 from qspec_jax.planning.devices import DEVICES
 from qspec_jax.planning.heads import fusing_cost, head_cost
 from qspec_jax.planning.memory import memory_of
 from qspec_jax.planning.plan import plan
 from qspec_jax.planning.plan_report import PlannedRow
 from qspec_jax.planning.planner import FIRST_GAMMAS
+from qspec_jax.planning.repetition import Repetition
 from qspec_jax.planning.report import PlanReport, best_gammas
 from qspec_jax.planning.rounds import Asked, expected_rounds, inner_rounds
 
@@ -426,20 +430,48 @@ def test_gammas_are_the_default_where_nothing_is_known(small):
     assert "lengths of the rows are not known" in choose_gammas(setting(), "cascade", context=None, batch=1).reason
 
 
-def test_auto_takes_a_cascade_only_by_a_measured_acceptance(monkeypatch):
-    """No inner acceptance is stored yet: how often a target accepts a draft's tokens does not say how often a middle draft would."""
-    assert not acceptance.INNER_ACCEPTANCE and LOOKED_UP in CASCADES
+def test_auto_takes_a_cascade_where_the_prompts_repeat_themselves():
     without = choose(setting(), context=131072, batch=1)
     assert without.draft == "sparse" and "cascade" not in without.reason
-    monkeypatch.setitem(acceptance.INNER_ACCEPTANCE, ("prompt-lookup", "sparse"), Chance(0.7, "measured"))
-    found = choose(setting(), context=131072, batch=1)
+
+    def chosen(acceptance: float, **settings) -> DraftChoice:
+        found = Repetition(asked=1000, proposed=900, judged=1000, accepted=round(1000 * acceptance))
+        return choose(setting(**settings), context=131072, batch=1, repeats=lambda settings: found)
+
+    found = chosen(0.7)
     first_gamma = first_gamma_of(found.draft)
     assert found.draft == with_first_gamma(LOOKED_UP, first_gamma) and first_gamma
-    assert f"auto: {found.draft} with {found.gamma} drafts a round" in found.reason and "inner acceptance ASSUMED 0.7" in found.reason
-    # Where it does not pay it is not taken: at a short context the middle's step is short, too.
-    monkeypatch.setitem(acceptance.INNER_ACCEPTANCE, ("prompt-lookup", "sparse"), Chance(0.01, "measured"))
-    assert choose(setting(), context=131072, batch=1).draft == "sparse"
-    assert LOOKED_UP + " needs the int8 cache" in choose(setting(cache=CacheConfig("full")), context=131072, batch=1).reason
+    assert f"auto: {found.draft} with {found.gamma} drafts a round" in found.reason
+    assert "(7 drafts, acceptance ASSUMED 0.93, inner acceptance 0.7 as at the prompts' ends)" in found.reason
+    # Passes of the middle with drafts that it never accepts take longer than its steps.
+    assert chosen(0.0).draft == "sparse" and LOOKED_UP in chosen(0.0).reason
+    assert LOOKED_UP + " needs the int8 cache" in chosen(0.7, cache=CacheConfig("full")).reason
+    assert choose(setting(), context=131072, batch=1, repeats=lambda settings: None) == without
+
+
+def test_a_cascade_should_save_something_beside_other_drafts():
+    """As much as a draft beside none."""
+    taken = set()
+    for accepted in range(0, 1000, 20):
+        repeats = functools.partial(lambda found, settings: found, Repetition(1000, 1000, 1000, accepted))
+        found = choose(setting(), context=131072, batch=1, gamma=7, repeats=repeats)
+        sparse, cascade = (float(re.search(rf"{name} ([\d.]+) ", found.reason)[1]) for name in ("sparse", LOOKED_UP))
+        assert (found.draft == "sparse") == (cascade * 1.02 > sparse) or abs(cascade * 1.02 / sparse - 1) < 0.01  # three figures are shown
+        taken.add(found.draft == "sparse")
+    assert len(taken) == 2
+
+
+def test_open_gammas_of_a_cascade_go_by_the_prompts():
+    of = lambda accepted, draft="cascade": choose_gammas(
+        setting(), draft, context=131072, batch=1, gamma=12, repeats=lambda settings: Repetition(100, 100, 100, accepted)
+    )
+    assert first_gamma_of(of(5).draft) == 1 < first_gamma_of(of(95).draft)
+    assert "inner acceptance 0.95 as at the prompts' ends" in of(95).reason
+    asked = []
+    text = "cascade:first=(prompt-lookup:shortest=2),middle=sparse"
+    choose_gammas(setting(), text, context=4096, batch=1, repeats=asked.append)
+    choose_gammas(setting(), "cascade:first=quantspec", context=4096, batch=1, repeats=asked.append)
+    assert asked == [PromptLookupSettings(shortest=2)]
 
 
 def test_what_a_cascade_leaves_open():

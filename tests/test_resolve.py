@@ -20,9 +20,11 @@ from qspec_jax.decoding.config import GAMMA, GenerationConfig
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.limits import DRAFT_COST, make_limits
 from qspec_jax.decoding.out_of_memory import explained_memory
+from qspec_jax.decoding.prepare import prepare
 from qspec_jax.decoding.resolve import fill_draft_costs, resolve_draft
 from qspec_jax.decoding.results import BatchStats
 from qspec_jax.drafts import make_draft
+from qspec_jax.drafts.prompt_lookup import PromptLookupSettings
 from qspec_jax.drafts.registry import USUAL
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.acceptance import teacher_forced
@@ -30,6 +32,7 @@ from qspec_jax.planning import choice, cpu
 from qspec_jax.planning.choice import CANDIDATES, GAMMAS, Setting, choose, relative_cost, without_kernels
 from qspec_jax.planning.devices import DEVICES, stored_device
 from qspec_jax.planning.plan import plan
+from qspec_jax.planning.repetition import repetition
 
 LLAMA_7B, LLAMA_8B, TINY = map(architecture, ("llama-2-7b", "llama-3.1-8b", "tiny"))
 H200, H100 = DEVICES["h200"].kind, DEVICES["h100"].kind
@@ -268,8 +271,19 @@ def test_one_choice_for_all_rows_of_a_batch(model, on_h200, monkeypatch):
     monkeypatch.setattr("qspec_jax.decoding.resolve.choose", lambda *_, **sizes: asked.append(sizes) or choose(setting(), **sizes))
     configs = [GenerationConfig(draft="auto", max_new_tokens=new, num_speculative_tokens=gamma) for new, gamma in ((10, None), (900, 2))]
     found = resolve_draft(model, configs, [1000, 200], batch=2)
-    assert asked == [dict(context=1100, batch=2, gamma=None)]
+    assert asked == [dict(context=1100, batch=2, gamma=None, repeats=None)]
     assert found[0].draft == found[1].draft and [each.num_speculative_tokens for each in found][1] == 2
+    prompts = [[1, 2, 3] * 300 + [4] * 100, [5] * 200]
+    resolve_draft(model, configs, [1000, 200], prompts=prompts, batch=2)
+    assert asked[1].pop("repeats")(PromptLookupSettings()) == repetition(prompts, PromptLookupSettings())
+    assert asked[1] == dict(context=1100, batch=2, gamma=None)
+
+
+def test_prompts_that_repeat_themselves_get_a_cascade(model, monkeypatch):
+    monkeypatch.setattr("qspec_jax.decoding.resolve._setting", lambda *_: setting())
+    rng = np.random.default_rng(0)
+    for prompt, cascade in ((np.tile(rng.integers(0, 256, 50), 20), True), (rng.permutation(1000), False)):
+        assert prepare(model, [prompt % 256], config=GenerationConfig(max_new_tokens=1000)).config.draft.startswith("cascade:") == cascade
 
 
 @pytest.mark.system

@@ -142,7 +142,8 @@ def run(
     shared = dict(max_new_tokens=max_new_tokens, num_speculative_tokens=gamma, ignore_eos=True)
 
     def way(draft: str, cache: str | None) -> _Way:
-        (config,) = resolve_draft(model, [GenerationConfig(draft=draft, cache=cache, **shared)], [len(prompt)], batch=1)
+        config = GenerationConfig(draft=draft, cache=cache, **shared)
+        (config,) = resolve_draft(model, [config], [len(prompt)], prompts=[prompt], batch=1)
         made = make_draft(config.draft, model, int4=int4)
         return _Way(draft, config, prepare(model, [prompt], config=dataclasses.replace(config, draft=made or NONE)))
 

@@ -205,7 +205,7 @@ def completed(
     lengths = list(map(len, prompts))
     configs = [with_tokenizer(request.config, model, tokenizer) for request in found]
     rows = 1 if decodes_in_turn(configs) else min(batch_size or len(found), len(found))
-    configs = resolve.resolve_draft(model, configs, lengths, batch=rows)
+    configs = resolve.resolve_draft(model, configs, lengths, prompts=prompts, batch=rows)
     if config.draft == AUTO or config.leaves_gammas_open:
         config = dataclasses.replace(config, **{name: getattr(configs[0], name) for name in ("draft", "num_speculative_tokens", "cache")})
     draft = _made(model, configs, prompts if calibrate else None, progress) if reader is None else reader.draft

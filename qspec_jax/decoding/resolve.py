@@ -20,6 +20,7 @@ from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.registry import AUTO, NONE
 from qspec_jax.models.llama import Llama
 from qspec_jax.planning.choice import Setting, choose, choose_gammas, relative_cost
+from qspec_jax.planning.repetition import repetition
 from qspec_jax.quantization.outline import is_outline
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ def resolve_draft(
     configs: Sequence[GenerationConfig],
     prompt_tokens: Sequence[int] | None,
     *,
+    prompts: Sequence[Sequence[int]] = (),
     batch: int,
     device_kind: str | None = None,
     logs: bool = True,
@@ -43,6 +45,7 @@ def resolve_draft(
         configs: one of each row.
         prompt_tokens: the length of each row's prompt. None if the rows are not known yet: the choice then depends on model, settings and
             device alone.
+        prompts: their token ids; without them no cascade is chosen, and the acceptance of a first draft is an assumed one.
         batch: rows that are decoded at a time.
         device_kind: what JAX calls the device that will decode; None for the first one here.
         logs: whether the line is logged.
@@ -56,7 +59,8 @@ def resolve_draft(
     gamma = given.pop() if len(given) == 1 else None
     if gamma:  # no more than a round is compiled for
         gamma = max(max_drafts(model, beside_draft(config)) for config in configs)
-    setting, sizes = _setting(model, configs[0], device_kind), dict(context=longest, batch=batch, gamma=gamma)
+    repeats = functools.cache(functools.partial(repetition, prompts)) if prompts else None
+    setting, sizes = _setting(model, configs[0], device_kind), dict(context=longest, batch=batch, gamma=gamma, repeats=repeats)
     found = choose(setting, **sizes) if configs[0].draft == AUTO else choose_gammas(setting, configs[0].draft, **sizes)
     if logs:
         log.info(found.reason + (_without_effect(configs) if found.draft == NONE else ""))

@@ -37,10 +37,6 @@ ACCEPTANCE = {
     "prompt-lookup:shortest=2": Chance(0.54, f"0.54 {_LOOKED_UP} 2 tokens (docs/plan.md)"),
     "prompt-lookup:shortest=3": Chance(0.59, f"0.59 {_LOOKED_UP} 3 tokens (docs/plan.md)"),
 }
-# The same of a cascade's first draft by its middle, by `key_of` both. None is stored, so that `--draft auto` takes no cascade: for code
-# they were measured (docs/drafts.md), but no cascade of prompt-lookup on a GPU, where by the plan one loses 6 % if nothing repeats itself:
-# each of the middle's steps then still looks up and verifies.
-INNER_ACCEPTANCE: dict[tuple[str, str], Chance] = {}
 # The chance that a round in which a draft is asked finds it with a proposal, for those that may have none.
 PROPOSING = {
     "prompt-lookup": Chance(
@@ -84,14 +80,12 @@ def inner_chance_of(cascade: str, given: Mapping[str, float], *wholes: str, by_t
     Args:
         cascade: its text.
         given, wholes: as of `chance_of`.
-        by_target: whether what prompt-lookup proposes is assumed to be accepted as often as by the target, where nothing was measured.
+        by_target: whether what prompt-lookup proposes is assumed to be accepted as often as by the target, where nothing is given.
     """
-    first, middle = levels_in(cascade)
+    first, _ = levels_in(cascade)
     for key in keys_of(first, cascade, *wholes):
         if key in given:
             return Chance(given[key], GIVEN)
-    if (measured := INNER_ACCEPTANCE.get((key_of(first), key_of(middle)))) is not None:
-        return measured
     # What it looks up repeats itself or not, whichever model goes on from there. Of a model's drafts nothing like that can be said.
     if not by_target or name_of(first) != "prompt-lookup":
         return None

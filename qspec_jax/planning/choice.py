@@ -1,10 +1,10 @@
 """The choice of `--draft auto`, and the cost of a draft beside a verification: by shapes and stored figures of devices, never by a clock.
 
-So both are the same on every run with the same settings on the same kind of device. Costs are those of `qspec plan`.
+So both are the same on every run with the same prompts and settings on the same kind of device. Costs are those of `qspec plan`.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pallas_kernels.attention.support import GROUP_SIZES, HEAD_DIMS
 from pallas_kernels.matmul.support import GROUP_SIZE, OUTPUTS
@@ -12,25 +12,30 @@ from qspec_jax.caches.cache import Gives
 from qspec_jax.caches.registry import CACHES, CacheConfig
 from qspec_jax.drafts.cascade import FIRST_GAMMA
 from qspec_jax.drafts.draft import Draft
+from qspec_jax.drafts.prompt_lookup import PromptLookupSettings
 from qspec_jax.drafts.registry import AUTO, NONE, USUAL, first_gamma_of, parse_draft, with_first_gamma
 from qspec_jax.drafts.step_bytes import skipped_by
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.planning import cpu, timing
-from qspec_jax.planning.acceptance import inner_chance_of, last_level
+from qspec_jax.planning.acceptance import GIVEN, first_level, last_level
 from qspec_jax.planning.devices import Device, stored_device
 from qspec_jax.planning.operations import layer_kinds, linear_shapes
 from qspec_jax.planning.plan_report import PlannedRow
 from qspec_jax.planning.planner import Planner
+from qspec_jax.planning.repetition import Repetition
 from qspec_jax.planning.steps import outlined, outlined_draft
 from qspec_jax.quantization.outline import outline
 
 CANDIDATES = ("sparse", "quantspec")  # with their default settings; and none
-# Compared too where it was measured how often their middle accepts what their first draft proposes (`INNER_ACCEPTANCE`), as of none yet.
+# Compared too where the prompts say how often their first draft would have been right.
 CASCADES = ("cascade:first=prompt-lookup,middle=sparse", "cascade:first=prompt-lookup,middle=quantspec")
 GAMMAS = range(1, 13)
-MIN_SAVING = 0.02  # the share of a token's time that a draft should save; stored costs are not more accurate
+# The share of a token's time that a draft should save, and a cascade beside other drafts; stored costs are not more accurate.
+MIN_SAVING = 0.02
 UNKNOWN = (USUAL, 4)  # draft and gamma where no stored cost holds
+
+Repeats = Callable[[PromptLookupSettings], Repetition | None]  # of the prompts; None where they are too short
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +108,9 @@ def without_kernels(config: LlamaConfig) -> str | None:
     return None
 
 
-def choose(setting: Setting, *, context: int | None, batch: int, gamma: int | None = None) -> DraftChoice:
-    """The draft, and the number of drafts of a round, with which a token takes least time: of `CANDIDATES`, and of those
-    `CASCADES` whose inner acceptance was measured, over the setting's cache; or none, where none of them saves `MIN_SAVING`.
+def choose(setting: Setting, *, context: int | None, batch: int, gamma: int | None = None, repeats: Repeats | None = None) -> DraftChoice:
+    """The draft, and the number of drafts of a round, with which a token takes least time: of `CANDIDATES`, and of `CASCADES` where the
+    prompts say how often prompt lookup would have been right, over the setting's cache; or none, where none of them saves `MIN_SAVING`.
 
     On a CPU it is what `qspec_jax.planning.cpu` has measured. Acceptance is what `qspec plan` assumes. Memory is not considered. Where no
     stored cost holds it is `UNKNOWN`, with gamma where that is given.
@@ -115,6 +120,8 @@ def choose(setting: Setting, *, context: int | None, batch: int, gamma: int | No
         context: tokens of the longest row, its new ones among them; None where it is not known.
         batch: rows at a time.
         gamma: drafts of a round; None chooses it too.
+        repeats: what prompt lookup would have proposed along the ends of the prompts, which is asked where it decides something; None: they
+            are not known.
     """
     if gamma == 0:
         return DraftChoice(NONE, 0, f"draft {AUTO}: none, since a round is to have no drafts")
@@ -131,46 +138,54 @@ def choose(setting: Setting, *, context: int | None, batch: int, gamma: int | No
         why = "the default" if gamma is None else "as given"
         gamma = usual if gamma is None else gamma
         return DraftChoice(draft, gamma, f"draft {AUTO}: {draft} with {gamma} drafts a round, {why}, as {device}")
-    planner = Planner(setting.model, device, 0, {}, {})
-    rows, left_out = [planner.autoregressive(setting.cache, context, batch)], []
-    for text in (*CANDIDATES, *(cascade for cascade in CASCADES if inner_chance_of(cascade, {}, by_target=False))):
+    rows, left_out = [_planner(setting, device).autoregressive(setting.cache, context, batch)], []
+    for text in (*CANDIDATES, *CASCADES):
+        found = _repeats_before(text, repeats)
+        if text in CASCADES and not found:
+            continue
         groups = Gives.GROUPS in CACHES[setting.cache.kind].gives
         if last_level(text) == "sparse" and (device.kernels != "mosaic_gpu" or not groups):
             lacks = "has no kernel for its verifications there" if groups else "needs the int8 cache"
             left_out.append(f"{text} {lacks}")
             continue
-        rows.append(_fastest(planner, text, setting, context, batch, GAMMAS if gamma is None else [gamma]))
-    # Rows begin with that without a draft.
-    best = min(rows, key=lambda row: row.ms_per_token * (1 - MIN_SAVING if row is rows[0] else 1))
+        rows.append(_fastest(_planner(setting, device, found), text, setting, context, batch, GAMMAS if gamma is None else [gamma]))
+
+    def weighed(row: PlannedRow) -> float:
+        """Its time; less where nothing is simpler, and more where others are."""
+        saves = 1 - MIN_SAVING
+        return row.ms_per_token * (saves if row.draft == NONE else 1 / saves if row.first_gamma else 1)
+
+    best = min(rows, key=weighed)
     compared = ", ".join(_shown(row) for row in rows)
     chosen, where = _with_gamma(_settled(best), best.gamma), _where(setting, device, context, batch)
     reason = f"draft {AUTO}: {chosen}, by {where}; expected ms a token: {compared}"
-    if best is rows[0]:
+    if best.draft == NONE:
         left_out.insert(0, f"no draft saves {MIN_SAVING:.0%}")
     return DraftChoice(_settled(best), best.gamma, "; ".join([reason, *left_out]))
 
 
-def choose_gammas(setting: Setting, draft: str, *, context: int | None, batch: int, gamma: int | None = None) -> DraftChoice:
+def choose_gammas(
+    setting: Setting, draft: str, *, context: int | None, batch: int, gamma: int | None = None, repeats: Repeats | None = None
+) -> DraftChoice:
     """The numbers of drafts with which a token takes least time with a cascade that leaves one or both of them open: of a round, and of its
     first draft at a time, which the text of the choice has.
 
-    Acceptance is what `qspec plan` assumes of a draft that is named. Where it assumes none, and where no stored cost holds, they are those
-    of `UNKNOWN` and `FIRST_GAMMA`.
+    Acceptance is what `qspec plan` assumes of a draft that is named; that of prompt lookup by a middle is what the prompts say, if they are
+    long enough. Where none is known, and where no stored cost holds, they are those of `UNKNOWN` and `FIRST_GAMMA`.
 
     Args:
         setting: where the decode runs.
         draft: the text of the cascade.
-        context, batch, gamma: as of `choose`.
+        context, batch, gamma, repeats: as of `choose`.
     """
     first_gamma = first_gamma_of(draft)
-    found = _row_of_cascade(setting, draft, context, batch, GAMMAS if gamma is None else [gamma])
+    found = _row_of_cascade(setting, draft, context, batch, GAMMAS if gamma is None else [gamma], repeats)
     if isinstance(found, str):
         gamma = UNKNOWN[1] if gamma is None else gamma
         first_gamma, settled = (FIRST_GAMMA, with_first_gamma(draft, FIRST_GAMMA)) if first_gamma is None else (first_gamma, draft)
         return DraftChoice(settled, gamma, f"draft {draft}: {_gammas(gamma, first_gamma)}, the default, as {found}")
     where = _where(setting, setting.costed(), context, batch)
-    rests = f"acceptance ASSUMED {found.acceptance:g}, inner acceptance ASSUMED {found.inner_acceptance:g}"
-    expected = f"expected ms a token: {found.ms_per_token:.3g} ({rests})"
+    expected = f"expected ms a token: {found.ms_per_token:.3g} ({_rests_on(found)})"
     return DraftChoice(_settled(found), found.gamma, f"draft {draft}: {_gammas(found.gamma, found.first_gamma)}, by {where}; {expected}")
 
 
@@ -182,7 +197,23 @@ def _where(setting: Setting, device: Device, context: int, batch: int) -> str:
     return f"stored costs of the {device.name}{named}{estimated} at {context:,} tokens, batch {batch}, {setting.cache.kind} cache"
 
 
-def _row_of_cascade(setting: Setting, draft: str, context: int | None, batch: int, gammas: Sequence[int]) -> PlannedRow | str:
+def _planner(setting: Setting, device: Device, found: Mapping[str, Repetition] | None = None) -> Planner:
+    """A planner. found: what the prompts say of prompt lookup, by the text of the draft that it is."""
+    proposing = {text: each.proposing for text, each in (found or {}).items()}
+    return Planner(setting.model, device, 0, {}, proposing, {text: each.acceptance for text, each in (found or {}).items()})
+
+
+def _repeats_before(draft: str, repeats: Repeats | None) -> dict[str, Repetition]:
+    """What the prompts say of a cascade's first draft, by its text; empty where it is no prompt lookup, or they say nothing."""
+    first = first_level(draft)
+    settings = parse_draft(first)
+    found = repeats(settings) if repeats is not None and isinstance(settings, PromptLookupSettings) else None
+    return {} if found is None else {first: found}
+
+
+def _row_of_cascade(
+    setting: Setting, draft: str, context: int | None, batch: int, gammas: Sequence[int], repeats: Repeats | None
+) -> PlannedRow | str:
     """What is expected of a cascade with the best of these gammas, or why nothing is."""
     device = setting.costed()
     if isinstance(device, str):
@@ -192,7 +223,7 @@ def _row_of_cascade(setting: Setting, draft: str, context: int | None, batch: in
     if why := without_kernels(setting.model):
         return why
     try:
-        found = _fastest(Planner(setting.model, device, 0, {}, {}), draft, setting, context, batch, gammas)
+        found = _fastest(_planner(setting, device, _repeats_before(draft, repeats)), draft, setting, context, batch, gammas)
     except InputError as error:
         return str(error)
     known = f"no acceptance is stored of a part of it ({found.note.removeprefix('give ')} of `qspec plan`)"
@@ -221,9 +252,18 @@ def _with_gamma(draft: str, gamma: int) -> str:
 
 
 def _shown(row: PlannedRow) -> str:
-    inner = "" if row.inner_acceptance is None else f", inner acceptance ASSUMED {row.inner_acceptance:g}"
-    rests = "" if row.draft == NONE else f" ({row.gamma} drafts, acceptance ASSUMED {row.acceptance:g}{inner})"
+    rests = "" if row.draft == NONE else f" ({row.gamma} drafts, {_rests_on(row)})"
     return f"{row.draft} {row.ms_per_token:.3g}{rests}"
+
+
+def _rests_on(row: PlannedRow) -> str:
+    """What the time of a draft rests on."""
+    inner = ""
+    if row.inner_acceptance is not None:
+        given = row.inner_acceptance_source == GIVEN
+        rate = f"{row.inner_acceptance:.2g} as at the prompts' ends" if given else f"ASSUMED {row.inner_acceptance:g}"
+        inner = f", inner acceptance {rate}"
+    return f"acceptance ASSUMED {row.acceptance:g}{inner}"
 
 
 def relative_cost(setting: Setting, draft: Draft, *, context: int, gamma: int) -> float | None:
