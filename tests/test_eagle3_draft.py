@@ -362,8 +362,8 @@ def test_the_head_predicts_its_own_vocabulary_alone():
     np.testing.assert_array_equal(wide[:, ::4], logits)
     assert np.isneginf(np.delete(wide, np.arange(0, 64, 4), 1)).all()
     draft = Eagle3Draft(head, 4, 20).in_loop()
-    np.testing.assert_array_equal(draft.numbers, [i // 4 if i % 4 == 0 else 16 for i in range(64)])
-    np.testing.assert_array_equal(head.in_targets_vocabulary(logits, draft.numbers), wide)
+    np.testing.assert_array_equal(draft.constants.numbers, [i // 4 if i % 4 == 0 else 16 for i in range(64)])
+    np.testing.assert_array_equal(head.in_targets_vocabulary(logits, draft.constants), wide)
 
 
 def test_a_pass_for_one_token_of_each_row_is_that_of_all(float64):

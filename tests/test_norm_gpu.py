@@ -32,6 +32,19 @@ def test_equals_float32(rows, width, scale):
 
 
 @gpu
+@pytest.mark.parametrize(("rows", "parts", "width"), [(1, 2, 4096), (8, 2, 4096), (32, 2, 64), (3, 3, 2048)])
+def test_rows_with_weights_in_turn_are_those_of_each_alone(rows, parts, width):
+    x, _, weight = (jnp.stack(each) for each in zip(*(random_rows(rows, width, part=i) for i in range(parts))))
+    x = x.swapaxes(0, 1)
+    skip_or_fail("mosaic_gpu", mosaic_gpu.unsupported(x, None, weight))
+    total, normed = run(x, None, weight, eps=1e-5, implementation="mosaic_gpu")
+    np.testing.assert_array_equal(np.asarray(total), np.asarray(x))
+    for i in range(parts):
+        alone = run(x[:, i], None, weight[i], eps=1e-5, implementation="mosaic_gpu")[1]
+        np.testing.assert_array_equal(np.asarray(normed[:, i]), np.asarray(alone))
+
+
+@gpu
 def test_what_is_not_finite_stays_in_its_row():
     x, added, weight = random_rows(5, 4096)
     skip_or_fail("mosaic_gpu", mosaic_gpu.unsupported(x, added, weight))

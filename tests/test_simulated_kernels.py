@@ -55,6 +55,15 @@ def test_norm(rows, width):
     np.testing.assert_allclose(np.asarray(normed, np.float32), np.asarray(wide), rtol=2**-7)
 
 
+@pytest.mark.parametrize(("rows", "parts", "width"), [(1, 2, 64), (2, 3, 1032)])
+def test_norm_with_weights_in_turn(rows, parts, width):
+    each = [random_rows(rows, width, part=i) for i in range(parts)]
+    x, weight = jnp.stack([x for x, *_ in each], 1), jnp.stack([weight for *_, weight in each])
+    _, normed = at_once(norm.run)(x.reshape(-1, width), None, weight, eps=1e-5)
+    for i, (x, _, weight) in enumerate(each):
+        np.testing.assert_array_equal(np.asarray(normed)[i::parts], np.asarray(at_once(norm.run)(x, None, weight, eps=1e-5)[1]))
+
+
 @pytest.mark.parametrize(
     ("batch", "tokens", "heads", "kv_heads", "head_dim", "offset"),
     [

@@ -31,7 +31,7 @@ def unsupported(x: Array, added: Array | None, weight: Array) -> str | None:
 
 
 def add_rms_norm(
-    x: Float[Array, "*rows D"], added: Float[Array, "*rows D"] | None, weight: Float[Array, "D"], *, eps: float
+    x: Float[Array, "*rows D"], added: Float[Array, "*rows D"] | None, weight: Float[Array, "*n D"], *, eps: float
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
     def flat(a):
         return a.reshape(-1, x.shape[-1])
@@ -42,19 +42,21 @@ def add_rms_norm(
 
 # A function of its own in the program: however many layers call it, it is lowered once.
 @functools.partial(jax.jit, static_argnames="eps")
-def run(x: Float[Array, "M D"], added: Float[Array, "M D"] | None, weight: Float[Array, "D"], *, eps: float) -> tuple[Array | None, Array]:
+def run(
+    x: Float[Array, "M D"], added: Float[Array, "M D"] | None, weight: Float[Array, "*n D"], *, eps: float
+) -> tuple[Array | None, Array]:
     """One launch: the sum (None where nothing is added) and its norm."""
     rows, width = x.shape
     inputs = {"x": x, "weight": weight} | ({} if added is None else {"added": added})
     outputs = {"normed": x} | ({} if added is None else {"total": x})
     outputs = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in outputs.items()}
     warpgroups = math.ceil(width / VALUES / WARPGROUP)
-    emit = functools.partial(_emit_row, width, warpgroups * WARPGROUP // 32, eps)
+    emit = functools.partial(_emit_row, width, weight.size // width, warpgroups * WARPGROUP // 32, eps)
     found = launch("add_rms_norm", emit, inputs, outputs, rows, warpgroups, 128)
     return found.get("total"), found["normed"]
 
 
-def _emit_row(width: int, warps: int, eps: float, refs: dict) -> None:
+def _emit_row(width: int, weights: int, warps: int, eps: float, refs: dict) -> None:
     from pallas_kernels.gpu import fragments, numerics, ptx
 
     at = {name: ptx.address(ref) for name, ref in refs.items()}
@@ -63,7 +65,8 @@ def _emit_row(width: int, warps: int, eps: float, refs: dict) -> None:
     place = ptx.select(there, thread, ptx.i32(0)) * (2 * VALUES)
     within = ptx.i64(row * (2 * width) + place)
     words = ptx.load_global(at["x"] + within, VALUES // 2)
-    weights = ptx.load_global(at["weight"] + ptx.i64(place), VALUES // 2)
+    turn = (row % weights) * (2 * width) + place if weights > 1 else place
+    weight = ptx.load_global(at["weight"] + ptx.i64(turn), VALUES // 2)
     if "added" in at:
         added = ptx.load_global(at["added"] + within, VALUES // 2)
         words = [numerics.add_bf16(x, y) for x, y in zip(words, added)]
@@ -78,6 +81,6 @@ def _emit_row(width: int, warps: int, eps: float, refs: dict) -> None:
     mean = numerics.total(ptx.load_shared(at["shared"], warps, "f")) * (1 / width)
     scale = numerics.rsqrt(mean + eps)
     pairs = [numerics.pair(a * scale, b * scale, "bf16") for a, b in zip(numbers[::2], numbers[1::2])]
-    normed = [numerics.multiply_bf16(x, weight) for x, weight in zip(pairs, weights)]
+    normed = [numerics.multiply_bf16(x, w) for x, w in zip(pairs, weight)]
     with ptx.when(there):
         ptx.store_global_words(at["normed"] + within, *normed)

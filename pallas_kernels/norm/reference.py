@@ -8,7 +8,7 @@ from pallas_kernels.formats.rounding import accumulation_dtype
 
 
 def add_rms_norm(
-    x: Float[Array, "*rows D"], added: Float[Array, "*rows D"] | None, weight: Float[Array, "D"], *, eps: float
+    x: Float[Array, "*rows D"], added: Float[Array, "*rows D"] | None, weight: Float[Array, "*n D"], *, eps: float
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
     x = x if added is None else x + added
     wide = x.astype(accumulation_dtype(x.dtype))

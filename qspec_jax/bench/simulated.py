@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from qspec_jax.decoding.sampling import ACCEPT, Greedy, draw_keys
@@ -27,14 +26,8 @@ class SimulatedGreedy(Greedy):
     def below(self):
         return self if self.inner_rate is None else SimulatedGreedy(self.inner_rate)
 
-    def verify(self, logits, drafts, proposals, eligible, keys, positions):
-        if drafts.shape[1] == 0:
-            return super().verify(logits, drafts, proposals, eligible, keys, positions)
-        tokens = jnp.argmax(logits[:, :-1], -1).astype(jnp.int32)
-        chances = jax.vmap(jax.vmap(jax.random.uniform))(draw_keys(keys, positions[:, :-1], ACCEPT))
-        # The target's own choice, which is accepted, or another token.
-        drafts = jnp.where(chances < self.rate.reshape(-1, 1), tokens, tokens ^ 1)
-        return super().verify(logits, drafts, proposals, eligible, keys, positions)
+    def _right(self, tokens, drafts, keys, positions):
+        return jax.vmap(jax.vmap(jax.random.uniform))(draw_keys(keys, positions, ACCEPT)) < self.rate.reshape(-1, 1)
 
 
 def ratio_of_rate(rate: float, gamma: int) -> float:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from qspec_jax.decoding.config import BITS, GenerationConfig
 from qspec_jax.decoding.exact_bits import decodes_in_turn
@@ -119,8 +119,14 @@ class Greedy:
         positions: Int[Array, "B T"],
     ) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
         tokens = jnp.argmax(logits, -1).astype(jnp.int32)
-        accepted = _leading(drafts == tokens[:, :-1], eligible)
+        accepted = _leading(self._right(tokens, drafts, keys, positions), eligible)
         return accepted, _pick(tokens, accepted)
+
+    def _right(
+        self, tokens: Int[Array, "B T"], drafts: Int[Array, "B gamma"], keys: Key[Array, "B"], positions: Int[Array, "B T"]
+    ) -> Bool[Array, "B T"]:
+        """Which drafts are the target's own tokens. The last place, which has no draft, is never eligible."""
+        return jnp.pad(drafts, ((0, 0), (0, 1))) == tokens
 
     def below(self) -> Self:
         return self
@@ -253,8 +259,8 @@ def make_sampler(*configs: GenerationConfig) -> Sampler:
 
 def _leading(match: Array, eligible: Int[Array, "B"]) -> Int[Array, "B"]:
     """How many of the first `eligible` entries of each row are true before the first false one."""
-    match &= jnp.arange(match.shape[1]) < eligible[:, None]
-    return jnp.cumprod(match, axis=1, dtype=jnp.int32).sum(1, dtype=jnp.int32)
+    place, places = jnp.arange(match.shape[1]), match.shape[1]
+    return jnp.where(match & (place < eligible[:, None]), places, place).min(1, initial=places).astype(jnp.int32)
 
 
 def _by_row(setting: Array, logits: Array) -> Array:

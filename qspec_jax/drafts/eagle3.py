@@ -31,7 +31,7 @@ from qspec_jax.drafts.step_bytes import bytes_of
 from qspec_jax.drafts.stepwise import propose_by_steps
 from qspec_jax.errors import InputError
 from qspec_jax.models.block import Weight
-from qspec_jax.models.eagle3 import Eagle3Head
+from qspec_jax.models.eagle3 import Eagle3Head, PassConstants
 from qspec_jax.models.llama import Llama
 from qspec_jax.quantization.outline import is_outline
 from qspec_jax.quantization.weights import is_linear, quantize_rows, quantize_weight
@@ -88,13 +88,13 @@ class Eagle3Draft(Draft):
         head: the head, which is given the target's features.
         sinks: how many of the first pairs it reads.
         window: how many of the most recent pairs it reads; of several that come in one pass, the later ones also see those before them.
-        numbers: `Eagle3Head.numbers`, in the decode loop; else None.
+        constants: `Eagle3Head.constants`, in the decode loop; else None.
     """
 
     head: Eagle3Head
     sinks: int = dataclasses.field(metadata={"static": True})
     window: int = dataclasses.field(metadata={"static": True})
-    numbers: Int[Array, "V"] | None = None
+    constants: PassConstants | None = None
 
     independent = True
     proposes = Proposes.ALL
@@ -105,8 +105,7 @@ class Eagle3Draft(Draft):
         return Taps(self.head.taps, self.sinks, self.window + 1 + TRIMMED)
 
     def in_loop(self) -> Self:
-        # Made once: each pass would put its logits where they belong by launches of their own.
-        return dataclasses.replace(self, numbers=self.head.numbers())
+        return dataclasses.replace(self, constants=self.head.constants())
 
     def made_for(self) -> tuple[tuple[str, int], ...]:
         return ("vocab_size", self.head.config.vocab_size), ("hidden_size", self.head.settings.target_hidden_size)
@@ -173,7 +172,9 @@ class Eagle3Draft(Draft):
         column, last = jnp.arange(width), jnp.maximum(count - 1, 0)
         tokens = jnp.where(column == last[:, None], current.pending[:, None], state.tokens)
         positions = state.own.position[:, None] + column
-        first, hidden, fed = head(state.hidden, tokens, positions, state.own.cache, view=FULL_PRECISION, only=last)
+        first, hidden, fed = head(
+            state.hidden, tokens, positions, state.own.cache, view=FULL_PRECISION, only=last, constants=self.constants
+        )
         own = state.own.keep(head, fed, count, width)
 
         def step(tokens, positions, carried):
@@ -181,7 +182,7 @@ class Eagle3Draft(Draft):
             return self.next_pass(tokens, own.position[:, None] + positions - current.position[:, None] - 1, carried)
 
         carried = FedBack(own.cache, hidden)
-        proposal, carried = propose_by_steps(step, carried, current, first=head.in_targets_vocabulary(first[:, 0], self.numbers))
+        proposal, carried = propose_by_steps(step, carried, current, first=head.in_targets_vocabulary(first[:, 0], self.constants))
         own = dataclasses.replace(own, cache=carried.cache)
         knows = count > 0
         foreseen = jnp.where(knows, current.eligible, 0)
@@ -191,8 +192,8 @@ class Eagle3Draft(Draft):
     def next_pass(self, tokens: Int[Array, "B 1"], at: Int[Array, "B 1"], fed_back: FedBack) -> tuple[Float[Array, "B 1 V"], FedBack]:
         """A pass over the pair of each row's token and what the pass before fed back, at these positions: the logits, and what it feeds
         back."""
-        logits, hidden, cache = self.head(fed_back.hidden, tokens, at, fed_back.cache, view=FULL_PRECISION)
-        return self.head.in_targets_vocabulary(logits, self.numbers), FedBack(cache, hidden)
+        logits, hidden, cache = self.head(fed_back.hidden, tokens, at, fed_back.cache, view=FULL_PRECISION, constants=self.constants)
+        return self.head.in_targets_vocabulary(logits, self.constants), FedBack(cache, hidden)
 
     def within_round(self, state: HeadState, max_tokens: int) -> HeadState:
         # A row that runs has read its pairs, and `commit` puts others there; one that has ended reads none.

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Self
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -18,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.formats.rounding import accumulation_dtype
 from pallas_kernels.formats.views import View
 from pallas_kernels.matmul import linear
+from pallas_kernels.norm import add_rms_norm
 from qspec_jax.models import rope
 from qspec_jax.models.block import Angles, Block, Linear, MakeWeight, RMSNorm, Weight, rows_of
 from qspec_jax.models.config import LlamaConfig
@@ -68,6 +70,21 @@ class Eagle3Config:
     def may_share_head(self) -> bool:
         """Whether what makes the target's logits has the shape of the head's own."""
         return self.may_share_embedding and self.has_whole_vocabulary
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PassConstants:
+    """What all passes of a head need and is made of its weights once: in a pass it would take launches of its own.
+
+    Attributes:
+        numbers: the head's number of each of the target's tokens, `draft_vocab_size` for those that it does not have; None where it has the
+            whole vocabulary.
+        input_norms: the weights of the norms of the embedding and of the hidden states.
+    """
+
+    numbers: Int[Array, "V"] | None
+    input_norms: Float[Array, "2 D"]
 
 
 class Eagle3Head(nnx.Module):
@@ -135,8 +152,8 @@ class Eagle3Head(nnx.Module):
         if self.input_norm is not None:
             x = self.input_norm(x)
         if self.fc_norms:
-            parts = jnp.split(x, len(self.fc_norms), axis=-1)
-            x = jnp.concatenate([norm(part) for norm, part in zip(self.fc_norms, parts)], axis=-1)
+            weights = jnp.stack([norm.weight.get_value() for norm in self.fc_norms])
+            x = normed_each(weights, x.reshape(*x.shape[:-1], len(self.fc_norms), -1), self.fc_norms[0].eps)
         return self.fc(x)
 
     def __call__(
@@ -148,6 +165,7 @@ class Eagle3Head(nnx.Module):
         *,
         view: View | tuple[View, ...],
         only: Int[Array, "B"] | None = None,
+        constants: PassConstants | None = None,
     ) -> tuple[Float[Array, "B N draft"], Float[Array, "B N D"], AttendingCache]:
         """One pass of the head over T tokens per row.
 
@@ -158,16 +176,17 @@ class Eagle3Head(nnx.Module):
             cache: of `config`; it holds the positions before.
             view: the part of the cache that is read, for all layers or for each.
             only: the column of each row whose logits and hidden state are returned, so that N is 1; None: those of all T.
+            constants: `self.constants()`; None makes it.
 
         Returns:
             Logits (at least float32) of the head's own vocabulary, of the tokens that follow `tokens`; the hidden states to give the pass
             at the next position if the target has not read the token there; and the cache with these positions.
         """
-        x = hidden.astype(self.dtype)
-        normed, first = self.hidden_norm(x), self.layers[0]
-        embedded = first.attention_input(rows_of(self.embedding.get_value(), tokens, self.dtype))
-        y = first.qkv(jnp.concatenate([embedded, normed], axis=-1))
-        x = normed if self.settings.norm_before_residual else x
+        x, first = hidden.astype(self.dtype), self.layers[0]
+        both = jnp.stack([rows_of(self.embedding.get_value(), tokens, self.dtype), x], -2)
+        normed = normed_each((constants or self.constants()).input_norms, both, self.hidden_norm.eps)
+        y = first.qkv(normed)
+        x = normed[..., x.shape[-1] :] if self.settings.norm_before_residual else x
         views = view if isinstance(view, tuple) else (view,) * len(self.layers)
         angles, layers, carry, reading = self._angles(positions), [], None, cache.for_pass(views)
         for i, (block, following) in enumerate(zip(self.layers, [*self.layers[1:], None])):
@@ -185,18 +204,22 @@ class Eagle3Head(nnx.Module):
         found = (rope.cos_sin(each, c.head_dim, c.max_position_embeddings, positions, positions + 1) for each in c.ropes)
         return Angles(tuple(found), None)
 
-    def numbers(self) -> Int[Array, "V"] | None:
-        """The head's number of each of the target's tokens, `draft_vocab_size` for those that it does not have; None where it has the whole
-        vocabulary."""
-        if self.target_ids is None:
-            return None
-        tokens = self.settings.draft_vocab_size
-        none = jnp.full(self.config.vocab_size, tokens, jnp.int32)
-        return none.at[self.target_ids.get_value()].set(jnp.arange(tokens, dtype=jnp.int32), unique_indices=True)
+    def constants(self) -> PassConstants:
+        """What `__call__` and `in_targets_vocabulary` take, for many passes."""
+        numbers, tokens = None, self.settings.draft_vocab_size
+        if self.target_ids is not None:
+            none = jnp.full(self.config.vocab_size, tokens, jnp.int32)
+            numbers = none.at[self.target_ids.get_value()].set(jnp.arange(tokens, dtype=jnp.int32), unique_indices=True)
+        return PassConstants(numbers, jnp.stack([norm.weight.get_value() for norm in (self.layers[0].input_norm, self.hidden_norm)]))
 
-    def in_targets_vocabulary(self, logits: Float[Array, "*rows draft"], numbers: Int[Array, "V"] | None = None) -> Float[Array, "*rows V"]:
-        """Logits of the target's tokens: -inf for those that the head does not have. numbers: `self.numbers()`; None computes it."""
-        numbers = self.numbers() if numbers is None else numbers
+    def in_targets_vocabulary(self, logits: Float[Array, "*rows draft"], constants: PassConstants | None = None) -> Float[Array, "*rows V"]:
+        """Logits of the target's tokens: -inf for those that the head does not have. constants: `self.constants()`; None makes it."""
+        numbers = (constants or self.constants()).numbers
         if numbers is None:
             return logits
         return jnp.where(numbers < logits.shape[-1], logits.at[..., numbers].get(mode="clip"), -jnp.inf)
+
+
+def normed_each(weights: Float[Array, "n D"], x: Float[Array, "*rows n D"], eps: float) -> Float[Array, "*rows channels"]:
+    """The n parts of each row, each after the RMSNorm with its own weight, one after the other."""
+    return add_rms_norm(x, None, weights, eps=eps)[1].reshape(*x.shape[:-2], -1)

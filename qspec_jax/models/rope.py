@@ -8,6 +8,7 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from qspec_jax.models.rope_config import RopeConfig
@@ -23,7 +24,9 @@ def cos_sin(
     lengths: the length of each token's sequence, for the types whose frequencies depend on it.
     """
     rotated = rope.rotary_dim(head_dim)
-    angles = positions[..., None].astype(jnp.float32) * _inverse_frequencies(rope, rotated, max_positions, lengths)
+    # XLA takes one launch for cosines and sines only where both read an array that is no constant.
+    frequencies = lax.optimization_barrier(_inverse_frequencies(rope, rotated, max_positions, lengths))
+    angles = positions[..., None].astype(jnp.float32) * frequencies
     cos, sin = jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
     if rotated == head_dim:
         return cos, sin
