@@ -112,6 +112,7 @@ LARGE = (
     _uniform("int8-T7-mha-128k", 2, 7, 32, 32, 128),
     _uniform("int8-T13-mha-128k", 2, 13, 32, 32, 128),
     _uniform("int4-T1-gqa-128k", 1, 1, 32, 8, 128),
+    _uniform("int4-T4-gqa-128k", 1, 4, 32, 8, 128),  # the middle of a cascade
     _uniform("int8-T7-gqa-128k", 2, 7, 32, 8, 128),
     # What each of two devices has of these.
     _uniform("int4-T1-mha-128k-halved", 1, 1, 16, 16, 128),
