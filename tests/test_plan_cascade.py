@@ -327,7 +327,7 @@ def test_acceptance_of_both_levels():
     row = row_for(LOOKED_UP)
     assert (row.acceptance, row.inner_acceptance) == (ACCEPTANCE["sparse"].rate, ACCEPTANCE["prompt-lookup"].rate)
     assert row.assumed == ("acceptance", "inner acceptance", "proposing")
-    assert row.inner_acceptance_source.startswith("that of prompt-lookup by the target, since by a middle it was not measured: 0.371")
+    assert row.inner_acceptance_source.startswith("that of prompt-lookup by the target, as by a middle it depends on the text: 0.371")
     notes = report(LOOKED_UP).notes
     assert any(note.startswith(f"{LOOKED_UP}: inner acceptance 0.37 is ASSUMED: that of prompt-lookup") for note in notes)
     shortest = row_for("cascade:first=(prompt-lookup:shortest=2)")
@@ -337,11 +337,20 @@ def test_acceptance_of_both_levels():
     assert row_for(LOOKED_UP, acceptances={"cascade": 0.8}).acceptance == 0.8
 
 
-def test_acceptance_that_has_to_be_given(head, small):
+def test_acceptance_of_heads(head):
+    """As of two trained ones, by the target or by a middle."""
+    rate, text = ACCEPTANCE["eagle3"].rate, f"cascade:first=(eagle3:model={head}),middle=sparse"
+    assert row_for(f"eagle3:model={head}").acceptance == rate and row_for(f"eagle3:model={head}").assumed == ("acceptance",)
+    row = row_for(text)
+    assert (row.acceptance, row.inner_acceptance) == (ACCEPTANCE["sparse"].rate, rate) and row.assumed == ("acceptance", "inner acceptance")
+    # So the numbers of drafts of such a cascade are chosen, and not the default.
+    found = choose_gammas(setting(), text, context=32768, batch=1)
+    assert "the default" not in found.reason and f"inner acceptance ASSUMED {rate}" in found.reason and found.gamma > USUAL_GAMMA
+
+
+def test_acceptance_that_has_to_be_given(small):
     note = lambda draft, **given: (lambda row: (row.status, row.note))(row_for(draft, **given))
     unknown = "no acceptance known"
-    assert note(f"eagle3:model={head}") == (unknown, "give --acceptance eagle3=R")
-    assert note(f"cascade:first=(eagle3:model={head})") == (unknown, "give --inner-acceptance eagle3=R")
     assert note("cascade:middle=retrieval") == (unknown, "give --acceptance retrieval=R")
     assert note("cascade:first=quantspec") == (unknown, "give --inner-acceptance quantspec=R")
     triforce = f"triforce:model={small}"

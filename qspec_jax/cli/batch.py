@@ -166,7 +166,7 @@ def batch(
                 silent_on_sampling=silent_on_sampling,
             )
         )
-        # Of a cascade with a model of its own no acceptance is stored by which the lengths of lines could count.
+        # A draft with a model of its own is made before lines are read, so that their lengths cannot count.
         if config.leaves_gammas_open and checkpoints_of(config.draft_settings):
             (config,) = resolve_draft(network, [config], None, batch=rows_at_once or ROWS_OF_AUTO)
         # A draft that is named is made first: lines that are too long for its model are wrong.
