@@ -187,6 +187,7 @@ def attention_mass(
     """
     by_group = observed[..., : plan.rows].reshape(*observed.shape[:3], plan.tokens, plan.heads_per_kv_head)
     shares = jnp.exp2(by_group - everything.transpose(0, 2, 1, 3)[:, :, None])
-    # The kernel has not written groups that are not there. They are left out before the sum, so that XLA makes one launch of it all.
+    # The kernel has not written groups that are not there. No reduction over the heads: XLA can do additions for all layers in one launch.
     there = jnp.arange(plan.groups) < (quantized // plan.group_size)[:, None]
-    return jnp.where(there[:, None, :, None, None], shares, 0).sum(-1).swapaxes(2, 3)
+    shares = jnp.where(there[:, None, :, None, None], shares, 0)
+    return sum(shares[..., head] for head in range(plan.heads_per_kv_head)).swapaxes(2, 3)

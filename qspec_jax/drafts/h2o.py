@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 from qspec_jax.caches.cache import Cache
 from qspec_jax.drafts.draft import Prompt, RoundResult, State
@@ -38,8 +39,8 @@ class H2ODraft(SparseDraft):
     prompt_queries = 32
 
     def begin(self, prompt: Prompt) -> State:
-        queries = prompt.are_queries(self.prompt_queries).sum(1)[:, None, None]
-        return tuple(queries * mean for mean in super().begin(prompt))
+        means = super().begin(prompt)
+        return prompt.are_queries(self.prompt_queries).sum(1)[:, None, None, None] * means if prompt.cache.full_layers else means
 
     def commit(self, state: State, result: RoundResult, cache: Cache) -> State:
-        return tuple(old + mass.sum(2) for mass, old in zip(result.masses, state))
+        return state + jnp.stack(result.masses, 1).sum(3) if result.masses else state

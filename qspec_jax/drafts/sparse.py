@@ -80,10 +80,10 @@ class SparseSettings(SelfSpeculativeSettings):
 class SparseDraft(SelfSpeculativeDraft):
     """Single-token steps of a model over listed groups of the target's cache.
 
-    Its state has for each layer without a sliding window the attention mass [B, K, C] that each group got from a token, the mean over those
-    that the last round kept; before the first round, over the last tokens of the prompt. With memory it is the decaying average of those
-    means over rounds. A round counts the same whatever it emitted: rounds differ in length by what was accepted, which says nothing of how
-    far back to look.
+    Its state [B, L, K, C] has for each of the L layers without a sliding window the attention mass that each group got from a token: the
+    mean over those that the last round kept; before the first round, over the last tokens of the prompt. With memory it is the decaying
+    average of those means over rounds. A round counts the same whatever it emitted: rounds differ in length by what was accepted, which
+    says nothing of how far back to look.
     """
 
     settings: SparseSettings = dataclasses.field(metadata={"static": True})
@@ -108,20 +108,21 @@ class SparseDraft(SelfSpeculativeDraft):
             mass = self.step.model.sum_of_copies(mass)
             seen = jnp.where(real[:, None, :, None], jnp.nan_to_num(mass), 0).sum(2)
             state.append(newer + seen / real.sum(1)[:, None, None])
-        return tuple(state)
+        return jnp.stack(state, 1)
 
     def in_prefill(self) -> Self:
         # `begin` uses none of these settings.
         return dataclasses.replace(self, settings=type(self.settings)(), skipped=NO_LAYERS)
 
     def step_in_round(self, state: State, cache: Cache) -> ViewedModel:
-        dense = state[: self.settings.dense_layers] if state and state[0].shape[2] else state
-        views = (UPPER_PLANE,) * len(dense)
-        if chosen_in := state[len(dense) :]:
+        layers = len(cache.full_layers)
+        dense = min(self.settings.dense_layers, layers) if layers and state.shape[-1] else layers
+        views = (UPPER_PLANE,) * dense
+        if dense < layers:
             # The lengths are those after the last round's flush. All layers at once: a sort for each would take as long as a draft's layer.
             groups = cache.lengths.quantized // cache.group_size
             select = jax.vmap(functools.partial(select_groups, groups=groups, group_size=cache.group_size, settings=self.settings))
-            mass = jnp.stack(chosen_in)
+            mass = jnp.moveaxis(state[:, dense:], 1, 0)
             # By mass the heads of a layer share a budget, on whatever devices they are.
             lists = self.step.model.of_all_kv_heads(select, mass) if self.settings.heads == "by-mass" else select(mass)
             views += tuple(ListedGroups(*layer) for layer in zip(lists.groups, lists.count, strict=True))
@@ -145,12 +146,11 @@ class SparseDraft(SelfSpeculativeDraft):
         return least if least * group_size > tokens_asked(self.settings.budget, quantized, group_size) else None
 
     def commit(self, state: State, result: RoundResult, cache: Cache) -> State:
-        count, memory = result.count[:, None, None], self.settings.memory
-
-        def averaged(mass, old):
-            return memory * old + (1 - memory) * jnp.nan_to_num(mass.sum(2)) / jnp.maximum(count, 1)
-
-        return tuple(jnp.where(count > 0, averaged(mass, old), old) for mass, old in zip(result.masses, state))
+        if not result.masses:
+            return state
+        count, memory = result.count[:, None, None, None], self.settings.memory
+        mass = jnp.nan_to_num(jnp.stack(result.masses, 1).sum(3))
+        return jnp.where(count > 0, memory * state + (1 - memory) * mass / jnp.maximum(count, 1), state)
 
 
 def select_groups(mass: Float[Array, "B K C"], groups: Int[Array, "B"], *, group_size: int, settings: SparseSettings) -> ListedGroups:
