@@ -218,17 +218,42 @@ def test_temperature_zero_is_greedy():
 @pytest.mark.parametrize("options", [{}, dict(top_k=3), dict(min_p=0.5)], ids=str)
 @pytest.mark.parametrize("temperature", [1e-3, 1e-12, 1e-30, 1e-45])
 def test_at_a_tiny_temperature_the_most_likely_token_has_all_probability(temperature, options):
-    """Also beside biases of the largest size and tokens that are banned."""
+    """Also beside biases of the largest size and tokens that are banned, and in a program to which the temperature is an input."""
     logits = jnp.array([[[0.5, -2, 3, 2.5, -jnp.inf], [1e9, 2, -1e9, -jnp.inf, 3]]])
     sampler = make_sampler(GenerationConfig(temperature=temperature, **options))
     expected = jax.nn.one_hot(jnp.array([[2, 0]]), 5)
-    np.testing.assert_array_equal(sampler.probabilities(logits), expected)
+    np.testing.assert_array_equal(probabilities_of(sampler, logits), expected)
     keys, positions = prompt_keys(jax.random.key(0), 1), jnp.zeros((1, 2), jnp.int32)
-    token, q = sampler.choose(logits[:, 0], keys, positions[:, 0], TARGET)
+    token, q = choose(sampler, logits[:, 0], keys, positions[:, 0])
     assert token == 2 and (q == expected[:, 0]).all()
     for drafts, found in (([[2]], (1, 0)), ([[3]], (0, 2))):
-        accepted, token = sampler.verify(logits, jnp.array(drafts), jax.nn.one_hot(jnp.array(drafts), 5), jnp.array([1]), keys, positions)
+        given = jnp.array(drafts), jax.nn.one_hot(jnp.array(drafts), 5), jnp.array([1]), keys, positions
+        accepted, token = jax.jit(lambda sampler, *args: sampler.verify(*args))(sampler, logits, *given)
         assert (accepted, token) == found
+
+
+probabilities_of = jax.jit(lambda sampler, logits: sampler.probabilities(logits))
+choose = jax.jit(lambda sampler, logits, keys, positions: sampler.choose(logits, keys, positions, DRAFT))
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-2, 0.7])
+def test_probabilities_of_a_large_vocabulary_sum_to_1(temperature):
+    logits = 10 + 2 * jax.random.normal(jax.random.key(0), (1, 3, 1 << 17))
+    sampler = make_sampler(GenerationConfig(temperature=temperature))
+    np.testing.assert_allclose(np.asarray(probabilities_of(sampler, logits), np.float64).sum(-1), 1, rtol=2e-6)
+    _, q = choose(sampler, logits[:, 0], prompt_keys(jax.random.key(0), 1), jnp.zeros(1, jnp.int32))
+    np.testing.assert_allclose(q, probabilities_of(sampler, logits)[:, 0], rtol=2e-6)
+
+
+@pytest.mark.parametrize(("temperature", "bias"), [(1.0, 1e9), (1.0, 1e7), (1e-6, 20.0)])
+def test_tokens_with_the_same_large_bias_are_drawn_alike(temperature, bias):
+    """As the distribution says that is handed on; not as what is left of the noise of a draw beside so large a number."""
+    rows = 4096
+    sampler, keys = make_sampler(GenerationConfig(temperature=temperature)), prompt_keys(jax.random.key(0), rows)
+    logits = jnp.tile(jnp.array([0.0, bias, 1.0, bias]), (rows, 1))
+    tokens, q = choose(sampler, logits, keys, jnp.zeros(rows, jnp.int32))
+    assert (q == jnp.array([0, 0.5, 0, 0.5])).all()
+    assert abs(int((tokens == 1).sum()) - rows / 2) < 4 * np.sqrt(rows) / 2 and int((tokens == 3).sum()) + int((tokens == 1).sum()) == rows
 
 
 @pytest.mark.parametrize("options", [{}, dict(top_k=3), dict(top_p=0.8, min_p=0.1)], ids=str)

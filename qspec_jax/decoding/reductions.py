@@ -7,6 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from pallas_kernels import dispatch
+from pallas_kernels.formats.rounding import accumulation_dtype
+
 Values = tuple[Array, ...]
 
 
@@ -24,20 +27,13 @@ class Reduction(NamedTuple):
     combine: Callable[[Values, Values], Values]
 
 
-def weights(scaled: Float[Array, "*B V"]) -> Reduction:
-    """To the largest of logarithms of weights, and the sum of all weights where the largest is 1."""
-
-    def combine(one: Values, other: Values) -> Values:
-        largest = jnp.maximum(one[0], other[0])
-        # Of two infinite ones the difference is no number.
-        factors = (jnp.where(part[0] == largest, 1, jnp.exp(part[0] - largest)) for part in (one, other))
-        return largest, sum(part[1] * factor for part, factor in zip((one, other), factors, strict=True))
-
-    return Reduction((scaled, jnp.ones_like(scaled)), (-jnp.inf, 0), combine)
+def total_of(values: Float[Array, "*B V"]) -> Reduction:
+    """To the sum, at least in float32."""
+    return Reduction((values.astype(accumulation_dtype(values.dtype)),), (0,), lambda one, other: (one[0] + other[0],))
 
 
 def best(values: Float[Array, "*B V"]) -> Reduction:
-    """To the largest value, and its index: of several the least one, and that of a NaN before all numbers, as `jnp.argmax` has it."""
+    """To the largest value, and its index: the lowest of several. A NaN counts as the largest."""
 
     def combine(one: Values, other: Values) -> Values:
         greater = (one[0] > other[0]) | (one[0] != one[0])
@@ -47,9 +43,17 @@ def best(values: Float[Array, "*B V"]) -> Reduction:
     return Reduction((values, lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)), (-jnp.inf, 0), combine)
 
 
-def reduced(*reductions: Reduction) -> list[Values]:
-    """The results of reductions of arrays of one shape."""
+def reduced(*reductions: Reduction, together: bool | None = None) -> list[Values]:
+    """The results of reductions of arrays of one shape.
 
+    together: whether in one pass; None: on a GPU, which adds in a tree. A CPU would add one after the other, with larger errors.
+    """
+    if not (dispatch.platform() == "gpu" if together is None else together):
+        return [_in_one_pass(each)[0] for each in reductions]
+    return _in_one_pass(*reductions)
+
+
+def _in_one_pass(*reductions: Reduction) -> list[Values]:
     def parts(values: Values) -> list[Values]:
         rest = iter(values)
         return [tuple(next(rest) for _ in each.arrays) for each in reductions]

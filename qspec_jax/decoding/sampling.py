@@ -14,11 +14,10 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from qspec_jax.decoding.config import BITS, GenerationConfig
 from qspec_jax.decoding.exact_bits import decodes_in_turn
 from qspec_jax.decoding.keys import IMPLEMENTATION, as_threefry
-from qspec_jax.decoding.reductions import best, reduced, weights
+from qspec_jax.decoding.reductions import best, reduced, total_of
 from qspec_jax.errors import InputError
 
 DRAFT, ACCEPT, TARGET = range(3)  # purposes of a draw
-MIN_TEMPERATURE = 1e-28  # by which only the most likely token has any probability, and a logit of 1e9 stays finite
 SAMPLES = 0x7FFFFFFE  # folded into the key of a prompt's samples after the first; larger than any position
 
 
@@ -159,19 +158,20 @@ class Sampling:
 
     def probabilities(self, logits: Float[Array, "B *T V"]) -> Float[Array, "B *T V"]:
         """The distribution that tokens are drawn from. Ties with the last token kept are kept too."""
-        scaled = self._scaled(logits)
-        ((largest, total),) = reduced(weights(scaled))
-        return _normalized(scaled, largest, total)
+        weights = jnp.exp(self._scaled(logits))
+        return weights / weights.sum(-1, keepdims=True)
 
     def _scaled(self, logits: Float[Array, "B *T V"]) -> Float[Array, "B *T V"]:
-        """The logarithms of weights that tokens are drawn by, but for a constant of each distribution."""
-        scaled = logits / _by_row(jnp.maximum(self.temperature, MIN_TEMPERATURE).astype(logits.dtype), logits)
+        """The logarithms of weights that tokens are drawn by, the largest of them 0."""
+        temperature = jnp.maximum(self.temperature, jnp.finfo(jnp.float32).tiny).astype(logits.dtype)
+        # The largest is subtracted first: a tiny temperature then gives -inf, never inf - inf. And where all logits are large, as biases
+        # make them, the noise of a draw would else be lost in them, and what XLA rounds once or twice would be no longer normalized.
+        scaled = (logits - logits.max(-1, keepdims=True)) / _by_row(temperature, logits)
         kept = scaled
         if self.use_top_k or self.use_top_p:
             kept = jnp.where(scaled < self._last_ranked(scaled), -jnp.inf, kept)
         if self.use_min_p:
-            least = jnp.log(_by_row(self.min_p, scaled)).astype(scaled.dtype)
-            kept = jnp.where(scaled - scaled.max(-1, keepdims=True) < least, -jnp.inf, kept)
+            kept = jnp.where(scaled < jnp.log(_by_row(self.min_p, scaled)).astype(scaled.dtype), -jnp.inf, kept)
         if not self.some_greedy:
             return kept
         greedy = jnp.log(jax.nn.one_hot(jnp.argmax(logits, -1), logits.shape[-1], dtype=kept.dtype))
@@ -192,8 +192,9 @@ class Sampling:
 
     def choose(self, logits: Float[Array, "B V"], keys: Key[Array, "B"], positions: Int[Array, "B"], purpose: int) -> tuple[Array, Array]:
         scaled = self._scaled(logits)
-        (largest, total), (_, token) = reduced(weights(scaled), best(scaled + _noise(scaled, draw_keys(keys, positions, purpose))))
-        return token, _normalized(scaled, largest, total)
+        weights, noise = jnp.exp(scaled), _noise(scaled, draw_keys(keys, positions, purpose))
+        (total,), (_, token) = reduced(total_of(weights), best(scaled + noise))
+        return token, weights / total[..., None].astype(weights.dtype)
 
     def distributions(self, logits: Float[Array, "B T V"]) -> Float[Array, "B T W"]:
         return self.probabilities(logits)
@@ -213,8 +214,8 @@ class Sampling:
         if drafts.shape[1] == 0:
             return jnp.zeros_like(eligible), self.choose(logits[:, 0], keys, positions[:, 0], TARGET)[0]
         scaled = self._scaled(logits)
-        ((largest, total),) = reduced(weights(scaled))
-        p = _normalized(scaled, largest, total)
+        weights = jnp.exp(scaled)
+        p = weights / weights.sum(-1, keepdims=True)
         q_of_drafts, p_of_drafts = (jnp.take_along_axis(x, drafts[..., None], -1)[..., 0] for x in (proposals, p[:, :-1]))
         uniform = accept_draws(keys, positions[:, :-1], p.dtype)
         accepted = _leading(uniform * q_of_drafts < p_of_drafts, eligible)
@@ -270,11 +271,6 @@ def _by_row(setting: Array, logits: Array) -> Array:
 
 def _pick(x: Array, index: Int[Array, "B"]) -> Array:
     return jax.vmap(lambda row, i: row[i])(x, index)
-
-
-def _normalized(scaled: Float[Array, "*B V"], largest: Float[Array, "*B"], total: Float[Array, "*B"]) -> Float[Array, "*B V"]:
-    """The distribution with these logarithms of weights, whose largest one and sum are those of `weights`."""
-    return jnp.exp(scaled - largest[..., None]) / total[..., None]
 
 
 def _noise(scaled: Float[Array, "B V"], keys: Key[Array, "B"]) -> Float[Array, "B V"]:
