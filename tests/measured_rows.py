@@ -107,7 +107,7 @@ class Cascade(NamedTuple):
 _HEAD = "cascade:first=(eagle3:model=random,window=1020,weight_bits=4,head_bits=8),middle=(sparse:budget=0.06)"
 CASCADES = [
     Cascade("drafts.md, cascade", "llama-3.1-8b", 32768, 7, 0.662, 0.55, 2.477, f"{_HEAD},first_gamma=2"),
-    # At temperature 1, where the inner acceptance along such texts is what the decode's own has no reason to differ from.
+    # At temperature 1. Its inner acceptance is that along held-out texts; at temperature 0 the decode repeated itself.
     Cascade("drafts.md, eagle3", "419m", 64000, 7, 0.68, 0.79, 1e3 / 2001.3, f"{_HEAD},first_gamma=3"),
     Cascade(
         "drafts.md, cascade",

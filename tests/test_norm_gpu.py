@@ -56,6 +56,12 @@ def test_what_is_not_finite_stays_in_its_row():
         np.testing.assert_array_equal(np.asarray(a)[others], np.asarray(b)[others])
 
 
+def test_weights_are_as_many_as_parts(monkeypatch):
+    monkeypatch.setattr(mosaic_gpu, "no_mosaic_gpu", lambda: None)
+    x, weight = jnp.ones((2, 4, 128), jnp.bfloat16), jnp.ones((2, 128), jnp.bfloat16)
+    assert "in turns of 2" in mosaic_gpu.unsupported(x, None, weight) and mosaic_gpu.unsupported(x.reshape(4, 2, 128), None, weight) is None
+
+
 @pytest.mark.parametrize(
     ("rows", "width", "dtype", "reason"),
     [

@@ -6,7 +6,7 @@ import pytest
 
 from qspec_jax.drafts.prompt_lookup import PromptLookupSettings, look_up
 from qspec_jax.planning import repetition as module
-from qspec_jax.planning.repetition import LAST, MIN_ASKED, PROMPTS, Repetition, looked_up, repetition
+from qspec_jax.planning.repetition import LAST, MIN_TOKENS, PROMPTS, Repetition, looked_up, repetition
 
 USUAL = PromptLookupSettings()
 
@@ -26,7 +26,7 @@ def test_it_proposes_what_the_draft_does(settings):
 def test_what_counts(monkeypatch):
     """From the middle of the text on: after 1 came 2 3 4, of which 2 is right; after 9 nothing; after 2 came 9 2, and after 1 came 2 9, in
     vain; after 7 nothing. Of pairs only 1 2 came before."""
-    monkeypatch.setattr(module, "MIN_ASKED", 1)
+    monkeypatch.setattr(module, "MIN_TOKENS", 1)
     prompt = [1, 2, 3, 4, 5, 1, 2, 9, 2, 1, 7, 1]
     assert repetition([prompt], USUAL) == Repetition(asked=5, proposed=3, judged=4, accepted=1)
     assert repetition([prompt], PromptLookupSettings(shortest=2)) == Repetition(asked=6, proposed=1, judged=1)
@@ -36,18 +36,25 @@ def test_texts_that_repeat_themselves_and_those_that_never_do():
     rng = np.random.default_rng(0)
     phrase, noise = rng.integers(0, 1 << 17, 40), rng.permutation(1 << 17)[:4096]
     found = repetition([np.tile(phrase, 30)], USUAL)
-    assert found.acceptance == found.proposing == 1 and found.asked >= MIN_ASKED
-    found = repetition([noise], USUAL)
-    assert (found.acceptance, found.proposing, found.asked) == (0, 0, LAST)
+    assert found.accepted == found.judged and found.proposing == 1 and found.acceptance > 0.97
+    assert repetition([noise], USUAL) == Repetition(asked=LAST)
     # Two prompts have as much to say as one.
     found = repetition([np.tile(phrase, 60), noise], USUAL)
-    assert found.acceptance == 1 and found.proposed == LAST // 2 // 4 and found.asked == LAST // 2 + LAST // 2 // 4
+    assert found.accepted == found.judged and found.proposed == LAST // 2 // 4 and found.asked == LAST // 2 + LAST // 2 // 4
 
 
 def test_short_prompts_say_nothing():
-    for length in (1, 2, MIN_ASKED, 2 * MIN_ASKED - 2):
+    """Whether or not they repeat themselves: what counts is how long they are."""
+    for length in (1, 2, MIN_TOKENS, 2 * MIN_TOKENS - 2):
         assert repetition([np.arange(length)], USUAL) is None
-    assert repetition([np.arange(2 * MIN_ASKED)], USUAL) == Repetition(asked=MIN_ASKED)
+    assert repetition([np.arange(2 * MIN_TOKENS)], USUAL) == Repetition(asked=MIN_TOKENS)
+    found = repetition([np.tile(np.arange(8), MIN_TOKENS // 4)], USUAL)
+    assert found.tokens == MIN_TOKENS == 4 * found.asked
+
+
+def test_a_few_tokens_say_little():
+    assert Repetition(64, 2, 2, 2).acceptance < 0.5 and Repetition(64, 0).acceptance == pytest.approx(0.37)
+    assert Repetition(600, 600, 900, 450).acceptance == pytest.approx(0.5, abs=0.003)
 
 
 def test_of_many_prompts_some_are_read():

@@ -25,6 +25,8 @@ def unsupported(x: Array, added: Array | None, weight: Array) -> str | None:
         return f"needs bfloat16, not {', '.join(sorted(others))}"
     if (rows := math.prod(x.shape[:-1])) > MAX_ROWS and not in_fixed_order():
         return f"supports up to {MAX_ROWS} rows, not {rows}"
+    if weight.ndim == 2 and x.shape[-2] != weight.shape[0]:
+        return f"needs rows in turns of {weight.shape[0]}, the number of weights, not of {x.shape[-2]}"
     if (width := x.shape[-1]) % VALUES or width > MAX_WIDTH:
         return f"supports widths in multiples of {VALUES} up to {MAX_WIDTH}, not {width}"
     return None

@@ -27,6 +27,7 @@ class SimulatedGreedy(Greedy):
         return self if self.inner_rate is None else SimulatedGreedy(self.inner_rate)
 
     def _right(self, tokens, drafts, keys, positions):
+        """Drawn, whatever the drafts are."""
         return jax.vmap(jax.vmap(jax.random.uniform))(draw_keys(keys, positions, ACCEPT)) < self.rate.reshape(-1, 1)
 
 

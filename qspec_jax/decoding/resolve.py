@@ -59,7 +59,7 @@ def resolve_draft(
     gamma = given.pop() if len(given) == 1 else None
     if gamma:  # no more than a round is compiled for
         gamma = max(max_drafts(model, beside_draft(config)) for config in configs)
-    repeats = functools.cache(functools.partial(repetition, prompts)) if prompts else None
+    repeats = functools.cache(functools.partial(repetition, prompts)) if len(prompts) else None
     setting, sizes = _setting(model, configs[0], device_kind), dict(context=longest, batch=batch, gamma=gamma, repeats=repeats)
     found = choose(setting, **sizes) if configs[0].draft == AUTO else choose_gammas(setting, configs[0].draft, **sizes)
     if logs:

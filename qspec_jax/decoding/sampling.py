@@ -124,7 +124,7 @@ class Greedy:
     def _right(
         self, tokens: Int[Array, "B T"], drafts: Int[Array, "B gamma"], keys: Key[Array, "B"], positions: Int[Array, "B T"]
     ) -> Bool[Array, "B T"]:
-        """Which drafts are the target's own tokens. The last place, which has no draft, is never eligible."""
+        """Which drafts count as right: those that are the target's own tokens. The last place, which has no draft, is never eligible."""
         return jnp.pad(drafts, ((0, 0), (0, 1))) == tokens
 
     def below(self) -> Self:

@@ -5,6 +5,7 @@ So both are the same on every run with the same prompts and settings on the same
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from pallas_kernels.attention.support import GROUP_SIZES, HEAD_DIMS
 from pallas_kernels.matmul.support import GROUP_SIZE, OUTPUTS
@@ -18,7 +19,7 @@ from qspec_jax.drafts.step_bytes import skipped_by
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.planning import cpu, timing
-from qspec_jax.planning.acceptance import GIVEN, first_level, last_level
+from qspec_jax.planning.acceptance import first_level, last_level
 from qspec_jax.planning.devices import Device, stored_device
 from qspec_jax.planning.operations import layer_kinds, linear_shapes
 from qspec_jax.planning.plan_report import PlannedRow
@@ -139,10 +140,12 @@ def choose(setting: Setting, *, context: int | None, batch: int, gamma: int | No
         gamma = usual if gamma is None else gamma
         return DraftChoice(draft, gamma, f"draft {AUTO}: {draft} with {gamma} drafts a round, {why}, as {device}")
     rows, left_out = [_planner(setting, device).autoregressive(setting.cache, context, batch)], []
+    repeated: dict[str, Repetition] = {}
     for text in (*CANDIDATES, *CASCADES):
         found = _repeats_before(text, repeats)
         if text in CASCADES and not found:
             continue
+        repeated |= found
         groups = Gives.GROUPS in CACHES[setting.cache.kind].gives
         if last_level(text) == "sparse" and (device.kernels != "mosaic_gpu" or not groups):
             lacks = "has no kernel for its verifications there" if groups else "needs the int8 cache"
@@ -151,12 +154,11 @@ def choose(setting: Setting, *, context: int | None, batch: int, gamma: int | No
         rows.append(_fastest(_planner(setting, device, found), text, setting, context, batch, GAMMAS if gamma is None else [gamma]))
 
     def weighed(row: PlannedRow) -> float:
-        """Its time; less where nothing is simpler, and more where others are."""
-        saves = 1 - MIN_SAVING
-        return row.ms_per_token * (saves if row.draft == NONE else 1 / saves if row.first_gamma else 1)
+        """Its time; less where it has no draft, and more where it is a cascade's."""
+        return row.ms_per_token * (1 - MIN_SAVING if row.draft == NONE else 1 / (1 - MIN_SAVING) if row.draft in CASCADES else 1)
 
     best = min(rows, key=weighed)
-    compared = ", ".join(_shown(row) for row in rows)
+    compared = ", ".join(_shown(row, repeated) for row in rows)
     chosen, where = _with_gamma(_settled(best), best.gamma), _where(setting, device, context, batch)
     reason = f"draft {AUTO}: {chosen}, by {where}; expected ms a token: {compared}"
     if best.draft == NONE:
@@ -179,13 +181,14 @@ def choose_gammas(
         context, batch, gamma, repeats: as of `choose`.
     """
     first_gamma = first_gamma_of(draft)
-    found = _row_of_cascade(setting, draft, context, batch, GAMMAS if gamma is None else [gamma], repeats)
+    repeated = _repeats_before(draft, repeats)
+    found = _row_of_cascade(setting, draft, context, batch, GAMMAS if gamma is None else [gamma], repeated)
     if isinstance(found, str):
         gamma = UNKNOWN[1] if gamma is None else gamma
         first_gamma, settled = (FIRST_GAMMA, with_first_gamma(draft, FIRST_GAMMA)) if first_gamma is None else (first_gamma, draft)
         return DraftChoice(settled, gamma, f"draft {draft}: {_gammas(gamma, first_gamma)}, the default, as {found}")
     where = _where(setting, setting.costed(), context, batch)
-    expected = f"expected ms a token: {found.ms_per_token:.3g} ({_rests_on(found)})"
+    expected = f"expected ms a token: {found.ms_per_token:.3g} ({_rests_on(found, repeated)})"
     return DraftChoice(_settled(found), found.gamma, f"draft {draft}: {_gammas(found.gamma, found.first_gamma)}, by {where}; {expected}")
 
 
@@ -197,10 +200,10 @@ def _where(setting: Setting, device: Device, context: int, batch: int) -> str:
     return f"stored costs of the {device.name}{named}{estimated} at {context:,} tokens, batch {batch}, {setting.cache.kind} cache"
 
 
-def _planner(setting: Setting, device: Device, found: Mapping[str, Repetition] | None = None) -> Planner:
-    """A planner. found: what the prompts say of prompt lookup, by the text of the draft that it is."""
-    proposing = {text: each.proposing for text, each in (found or {}).items()}
-    return Planner(setting.model, device, 0, {}, proposing, {text: each.acceptance for text, each in (found or {}).items()})
+def _planner(setting: Setting, device: Device, repeated: Mapping[str, Repetition] = MappingProxyType({})) -> Planner:
+    """A planner. repeated: what the prompts say of prompt lookup, by the text of the draft that it is."""
+    proposing = {text: found.proposing for text, found in repeated.items()}
+    return Planner(setting.model, device, 0, {}, proposing, {text: found.acceptance for text, found in repeated.items()})
 
 
 def _repeats_before(draft: str, repeats: Repeats | None) -> dict[str, Repetition]:
@@ -212,9 +215,9 @@ def _repeats_before(draft: str, repeats: Repeats | None) -> dict[str, Repetition
 
 
 def _row_of_cascade(
-    setting: Setting, draft: str, context: int | None, batch: int, gammas: Sequence[int], repeats: Repeats | None
+    setting: Setting, draft: str, context: int | None, batch: int, gammas: Sequence[int], repeated: Mapping[str, Repetition]
 ) -> PlannedRow | str:
-    """What is expected of a cascade with the best of these gammas, or why nothing is."""
+    """What is expected of a cascade with the best of these gammas, or why nothing is. repeated: see `_repeats_before`."""
     device = setting.costed()
     if isinstance(device, str):
         return device
@@ -223,7 +226,7 @@ def _row_of_cascade(
     if why := without_kernels(setting.model):
         return why
     try:
-        found = _fastest(_planner(setting, device, _repeats_before(draft, repeats)), draft, setting, context, batch, gammas)
+        found = _fastest(_planner(setting, device, repeated), draft, setting, context, batch, gammas)
     except InputError as error:
         return str(error)
     known = f"no acceptance is stored of a part of it ({found.note.removeprefix('give ')} of `qspec plan`)"
@@ -251,18 +254,18 @@ def _with_gamma(draft: str, gamma: int) -> str:
     return draft if draft == NONE else f"{draft} with {gamma} drafts a round"
 
 
-def _shown(row: PlannedRow) -> str:
-    rests = "" if row.draft == NONE else f" ({row.gamma} drafts, {_rests_on(row)})"
+def _shown(row: PlannedRow, repeated: Mapping[str, Repetition]) -> str:
+    rests = "" if row.draft == NONE else f" ({row.gamma} drafts, {_rests_on(row, repeated)})"
     return f"{row.draft} {row.ms_per_token:.3g}{rests}"
 
 
-def _rests_on(row: PlannedRow) -> str:
-    """What the time of a draft rests on."""
+def _rests_on(row: PlannedRow, repeated: Mapping[str, Repetition]) -> str:
+    """What the time of a draft rests on. repeated: see `_repeats_before`."""
     inner = ""
-    if row.inner_acceptance is not None:
-        given = row.inner_acceptance_source == GIVEN
-        rate = f"{row.inner_acceptance:.2g} as at the prompts' ends" if given else f"ASSUMED {row.inner_acceptance:g}"
-        inner = f", inner acceptance {rate}"
+    if found := repeated.get(first_level(row.draft)):
+        inner = f", inner acceptance {found.acceptance:.2g} in {found.proposing:.0%} of passes, as at the prompts' ends"
+    elif row.inner_acceptance is not None:
+        inner = f", inner acceptance ASSUMED {row.inner_acceptance:g}"
     return f"acceptance ASSUMED {row.acceptance:g}{inner}"
 
 

@@ -10,10 +10,12 @@ import numpy as np
 from jaxtyping import Int
 
 from qspec_jax.drafts.prompt_lookup import PromptLookupSettings
+from qspec_jax.planning.acceptance import ACCEPTANCE
 
 DRAFTED = 3  # tokens of a proposal
 LAST, PROMPTS = 1024, 8  # tokens that are looked at, of all prompts together, and of how many prompts
-MIN_ASKED = 64  # proposals that were asked for; fewer say too little
+MIN_TOKENS = 64  # that are looked at; fewer say too little
+PRIOR = 16  # judged tokens as which the stored acceptance counts besides: a few tokens alone say little
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +41,18 @@ class Repetition:
 
     @property
     def acceptance(self) -> float:
-        """The chance that a proposed token was in the text, given those before it."""
-        return self.accepted / max(1, self.judged)
+        """The chance that a proposed token was in the text, given those before it; nearly the stored one where few were judged."""
+        return (self.accepted + PRIOR * ACCEPTANCE["prompt-lookup"].rate) / (self.judged + PRIOR)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the text that were looked at: with each proposal those that were right, and one more."""
+        return self.asked + self.accepted
 
 
 def repetition(prompts: Sequence[Sequence[int]], settings: PromptLookupSettings) -> Repetition | None:
-    """What prompt lookup proposed along the ends of prompts, a proposal after each token that it got wrong; None if it was asked less than
-    `MIN_ASKED` times.
+    """What prompt lookup proposed along the ends of prompts, a proposal after each token that it got wrong; None where these are shorter
+    than `MIN_TOKENS`.
 
     Args:
         prompts: token ids. Of many, some that lie evenly among them.
@@ -67,16 +74,19 @@ def repetition(prompts: Sequence[Sequence[int]], settings: PromptLookupSettings)
                 found.accepted + accepted,
             )
             at += accepted + 1
-    return found if found.asked >= MIN_ASKED else None
+    return found if found.tokens >= MIN_TOKENS else None
 
 
 def looked_up(text: Int[np.ndarray, "N"], settings: PromptLookupSettings, count: int) -> Int[np.ndarray, "n"]:
     """What prompt lookup proposes after a text, as `qspec_jax.drafts.prompt_lookup.look_up` does on a device: `count` tokens, or none."""
-    for size in range(min(settings.longest, len(text) - 1), settings.shortest - 1, -1):
-        earlier = np.flatnonzero(text[size - 1 : -1] == text[-1])  # the places of the n-gram's last token, from 0
-        for back in range(1, size):
-            earlier = earlier[text[earlier + size - 1 - back] == text[-1 - back]]
-        if len(earlier):
-            start = earlier[-1] + size
-            return text[start + np.arange(count) % (len(text) - start)]
-    return text[:0]
+    places, newest = np.flatnonzero(text[:-1] == text[-1]), -1  # of the last token of n-grams that are as the text's end
+    for size in range(1, min(settings.longest, len(text) - 1) + 1):
+        places = places[places >= size - 1]
+        places = places[text[places - (size - 1)] == text[-size]]
+        if not len(places):
+            break
+        if size >= settings.shortest:
+            newest = places[-1]
+    if newest < 0:
+        return text[:0]
+    return text[newest + 1 + np.arange(count) % (len(text) - newest - 1)]
