@@ -83,15 +83,15 @@ def test_what_a_head_reads_does_not_depend_on_longer_rows():
 def test_memory_is_a_decaying_average_over_rounds(model):
     """A round counts by the mean over its tokens, one token as much as three; a row that emitted nothing keeps what it has."""
     draft = make_draft("sparse:memory=0.75", model)
-    old = (jnp.array([[[1.0, 0.0]], [[0.5, 0.5]], [[0.0, 1.0]]]),)
+    old = jnp.array([[[1.0, 0.0]], [[0.5, 0.5]], [[0.0, 1.0]]])[:, None]  # of one layer
     masses = (jnp.array([[[[0.0, 0.8], [0, 0], [0, 0]]], [[[0.2, 0.4], [0.1, 0.2], [0.6, 0.3]]], [[[9.0, 9], [9, 9], [9, 9]]]]),)
     count = jnp.array([1, 3, 0])
     result = RoundResult(jnp.zeros((3, 3), jnp.int32), count, 2 * (count > 0), jnp.maximum(count - 1, 0), jnp.zeros(3, jnp.int32), masses)
-    (found,) = draft.commit(old, result, None)
+    found = draft.commit(old, result, None)[:, 0]
     expected = [[[0.75, 0.2]], [[0.375 + 0.25 * 0.3, 0.375 + 0.25 * 0.3]], [[0.0, 1.0]]]
     np.testing.assert_allclose(found, expected, rtol=1e-6)
-    (forgetting,) = dataclasses.replace(draft, settings=dataclasses.replace(draft.settings, memory=0.0)).commit(old, result, None)
-    np.testing.assert_allclose(forgetting, [[[0, 0.8]], [[0.3, 0.3]], [[0, 1]]], rtol=1e-6)
+    forgetting = dataclasses.replace(draft, settings=dataclasses.replace(draft.settings, memory=0.0)).commit(old, result, None)
+    np.testing.assert_allclose(forgetting[:, 0], [[[0, 0.8]], [[0.3, 0.3]], [[0, 1]]], rtol=1e-6)
 
 
 @pytest.mark.parametrize("text", ["sparse:budget=0.3", "h2o:budget=0.3"])
@@ -99,7 +99,7 @@ def test_before_the_first_verification_the_prompts_last_queries_choose(model, te
     """In a prompt as short as the queries asked for are many, and in a longer one. A mass that is no number takes nobody's place."""
     draft = make_draft(text, model)
     state, *_ = prepared(model, random_prompts([124, 3]), CONFIG, draft=draft)
-    (mass,) = state.draft
+    mass = state.draft[:, 0]
     assert mass.shape[:2] == (2, 2) and (np.asarray(mass[0, :, :30]) > 1e-4).all() and (np.asarray(mass[1]) < 1e-20).all()
     # The mass of no more than those queries, each of which gives at most 1 for each of two query heads.
     assert (np.asarray(mass[0]).sum(-1) < 2 * draft.prompt_queries).all()

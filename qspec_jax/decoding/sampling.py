@@ -118,7 +118,7 @@ class Greedy:
         positions: Int[Array, "B T"],
     ) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
         tokens = jnp.argmax(logits, -1).astype(jnp.int32)
-        accepted = _leading(self._right(tokens, drafts, keys, positions), eligible)
+        accepted = _leading(self._right(tokens, drafts, keys, positions), jnp.minimum(eligible, drafts.shape[1]))
         return accepted, _pick(tokens, accepted)
 
     def _right(
