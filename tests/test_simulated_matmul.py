@@ -206,7 +206,7 @@ def test_one_of_many_rows_depends_on_no_other():
 
 
 def test_bits_of_bfloat16_are_those_of_one_rounding():
-    """Of numbers halfway between two of bfloat16, and as near to that as float64 can say."""
+    """Of numbers halfway between two of bfloat16, and of the float64 before and after each of these."""
     low = np.arange(0x0000, 0x7F7F, 7, np.uint16)  # from 0 to the largest
     wide = lambda bits: (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     middle = (wide(low) + wide(low + 1)) / 2

@@ -108,8 +108,8 @@ def bench_states(
         else:
             network, tokenizer = load(demo.MODEL if model is None else model, dtype, quiet=as_json)
             words = token_stream(tokenizer, map(read_text, file or corpus.held_out_files()))
-        prompt = words[: max(contexts) + sizes.question_tokens]
-        (chosen,) = resolve_draft(network, [config], [max(contexts) + sizes.question_tokens], prompts=[prompt], batch=batch_size)
+        longest = max(contexts) + sizes.question_tokens
+        (chosen,) = resolve_draft(network, [config], [longest], prompts=[words[:longest]], batch=batch_size)
         made = make_draft(chosen.draft, network, int4=int4_of(network, random=arch is not None)) or NONE
         return states.run(
             arch or ("the embedded model" if model is None else model),

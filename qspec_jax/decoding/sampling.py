@@ -158,14 +158,13 @@ class Sampling:
 
     def probabilities(self, logits: Float[Array, "B *T V"]) -> Float[Array, "B *T V"]:
         """The distribution that tokens are drawn from. Ties with the last token kept are kept too."""
-        weights = jnp.exp(self._scaled(logits))
-        return weights / weights.sum(-1, keepdims=True)
+        return _normalized(self._scaled(logits))
 
     def _scaled(self, logits: Float[Array, "B *T V"]) -> Float[Array, "B *T V"]:
         """The logarithms of weights that tokens are drawn by, the largest of them 0."""
         temperature = jnp.maximum(self.temperature, jnp.finfo(jnp.float32).tiny).astype(logits.dtype)
-        # The largest is subtracted first: a tiny temperature then gives -inf, never inf - inf. And where all logits are large, as biases
-        # make them, the noise of a draw would else be lost in them, and what XLA rounds once or twice would be no longer normalized.
+        # The largest is subtracted first. A tiny temperature then gives -inf, never inf - inf; of large logits, as biases make them, the
+        # differences stay, beside which the noise of a draw counts; and XLA cannot round the largest in two ways.
         scaled = (logits - logits.max(-1, keepdims=True)) / _by_row(temperature, logits)
         kept = scaled
         if self.use_top_k or self.use_top_p:
@@ -214,8 +213,7 @@ class Sampling:
         if drafts.shape[1] == 0:
             return jnp.zeros_like(eligible), self.choose(logits[:, 0], keys, positions[:, 0], TARGET)[0]
         scaled = self._scaled(logits)
-        weights = jnp.exp(scaled)
-        p = weights / weights.sum(-1, keepdims=True)
+        p = _normalized(scaled)
         q_of_drafts, p_of_drafts = (jnp.take_along_axis(x, drafts[..., None], -1)[..., 0] for x in (proposals, p[:, :-1]))
         uniform = accept_draws(keys, positions[:, :-1], p.dtype)
         accepted = _leading(uniform * q_of_drafts < p_of_drafts, eligible)
@@ -271,6 +269,12 @@ def _by_row(setting: Array, logits: Array) -> Array:
 
 def _pick(x: Array, index: Int[Array, "B"]) -> Array:
     return jax.vmap(lambda row, i: row[i])(x, index)
+
+
+def _normalized(scaled: Float[Array, "*B V"]) -> Float[Array, "*B V"]:
+    """The distribution with these logarithms of weights, the largest of which is 0. `jax.nn.softmax` would look for the largest again."""
+    weights = jnp.exp(scaled)
+    return weights / weights.sum(-1, keepdims=True)
 
 
 def _noise(scaled: Float[Array, "B V"], keys: Key[Array, "B"]) -> Float[Array, "B V"]:

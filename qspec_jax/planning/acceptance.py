@@ -54,7 +54,7 @@ PROPOSING = {
 }
 # First drafts of which a middle accepts about as much as the target: what is looked up repeats itself or not, whichever model goes on from
 # there, and of a head of a model of 419 M parameters the target accepted 0.68 to 0.80, the middle 0.64 to 0.79 (docs/drafts.md).
-ALIKE = ("prompt-lookup", "eagle3")
+JUDGED_ALIKE = ("prompt-lookup", "eagle3")
 
 
 def key_of(draft: str) -> str:
@@ -88,13 +88,13 @@ def inner_chance_of(cascade: str, given: Mapping[str, float], *wholes: str, by_t
     Args:
         cascade: its text.
         given, wholes: as of `chance_of`.
-        by_target: whether what those of `ALIKE` propose is assumed to be accepted as often as by the target, where nothing is given.
+        by_target: whether what those of `JUDGED_ALIKE` propose is assumed to be accepted as often as by the target, where nothing is given.
     """
     first, _ = levels_in(cascade)
     for key in keys_of(first, cascade, *wholes):
         if key in given:
             return Chance(given[key], GIVEN)
-    if not by_target or name_of(first) not in ALIKE:
+    if not by_target or name_of(first) not in JUDGED_ALIKE:
         return None
     found = ACCEPTANCE[key_of(first)]
     return Chance(found.rate, f"that of {name_of(first)} by the target, as by a middle it depends on the text: {found.source}")

@@ -5,7 +5,6 @@ So both are the same on every run with the same prompts and settings on the same
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 
 from pallas_kernels.attention.support import GROUP_SIZES, HEAD_DIMS
 from pallas_kernels.matmul.support import GROUP_SIZE, OUTPUTS
@@ -139,7 +138,7 @@ def choose(setting: Setting, *, context: int | None, batch: int, gamma: int | No
         why = "the default" if gamma is None else "as given"
         gamma = usual if gamma is None else gamma
         return DraftChoice(draft, gamma, f"draft {AUTO}: {draft} with {gamma} drafts a round, {why}, as {device}")
-    rows, left_out = [_planner(setting, device).autoregressive(setting.cache, context, batch)], []
+    rows, left_out = [_planner(setting, device, {}).autoregressive(setting.cache, context, batch)], []
     repeated: dict[str, Repetition] = {}
     for text in (*CANDIDATES, *CASCADES):
         found = _repeats_before(text, repeats)
@@ -200,7 +199,7 @@ def _where(setting: Setting, device: Device, context: int, batch: int) -> str:
     return f"stored costs of the {device.name}{named}{estimated} at {context:,} tokens, batch {batch}, {setting.cache.kind} cache"
 
 
-def _planner(setting: Setting, device: Device, repeated: Mapping[str, Repetition] = MappingProxyType({})) -> Planner:
+def _planner(setting: Setting, device: Device, repeated: Mapping[str, Repetition]) -> Planner:
     """A planner. repeated: what the prompts say of prompt lookup, by the text of the draft that it is."""
     proposing = {text: found.proposing for text, found in repeated.items()}
     return Planner(setting.model, device, 0, {}, proposing, {text: found.acceptance for text, found in repeated.items()})
